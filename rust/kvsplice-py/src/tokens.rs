@@ -1,0 +1,108 @@
+//! Token sequences as they come from Python, as a slice of `u32`.
+
+use numpy::{PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyList, PyTuple};
+
+/// Tokens of one call, read in place where they lie as 32-bit integers.
+pub(crate) enum Tokens<'py> {
+    Owned(Vec<u32>),
+    Unsigned(PyReadonlyArray1<'py, u32>),
+    Signed(PyReadonlyArray1<'py, i32>),
+}
+
+impl<'py> Tokens<'py> {
+    /// Reads `tokens` in any form that the Python documentation names.
+    pub(crate) fn from_python(tokens: &Bound<'py, PyAny>) -> PyResult<Self> {
+        if let Ok(list) = tokens.cast::<PyList>() {
+            return from_items(list.len(), list.iter()).map(Self::Owned);
+        }
+        if let Ok(tuple) = tokens.cast::<PyTuple>() {
+            return from_items(tuple.len(), tuple.iter()).map(Self::Owned);
+        }
+        let py = tokens.py();
+        let array = py.import("numpy")?.call_method1("asarray", (tokens,))?;
+        let array = array.cast_into::<PyUntypedArray>()?;
+        if array.ndim() != 1 {
+            let message = format!("tokens must be one-dimensional, not {}-dimensional", array.ndim());
+            return Err(PyValueError::new_err(message));
+        }
+        if array.is_empty() {
+            return Ok(Self::Owned(Vec::new()));
+        }
+        let kind = array.dtype().kind();
+        if !matches!(kind, b'i' | b'u') {
+            return Err(PyTypeError::new_err(format!("tokens must hold integers, not {}", array.dtype())));
+        }
+        if array.is_c_contiguous() {
+            if let Ok(array) = array.cast::<PyArray1<u32>>() {
+                return Ok(Self::Unsigned(array.readonly()));
+            }
+            if let Ok(array) = array.cast::<PyArray1<i32>>() {
+                let array = array.readonly();
+                match array.as_slice()?.iter().position(|&token| token < 0) {
+                    None => return Ok(Self::Signed(array)),
+                    Some(index) => return Err(negative(index, array.as_slice()?[index])),
+                }
+            }
+        }
+        // Any other integers, by way of the widest of their kind, in native byte order and contiguous.
+        if kind == b'u' {
+            let wide = array.call_method1("astype", ("uint64",))?.cast_into::<PyArray1<u64>>()?;
+            return narrow(wide.readonly().as_slice()?).map(Self::Owned);
+        }
+        let wide = array.call_method1("astype", ("int64",))?.cast_into::<PyArray1<i64>>()?;
+        narrow(wide.readonly().as_slice()?).map(Self::Owned)
+    }
+
+    pub(crate) fn as_slice(&self) -> PyResult<&[u32]> {
+        Ok(match self {
+            Self::Owned(tokens) => tokens,
+            Self::Unsigned(array) => array.as_slice()?,
+            // Non-negative: checked when it came in.
+            Self::Signed(array) => bytemuck::cast_slice(array.as_slice()?),
+        })
+    }
+}
+
+fn negative(index: usize, token: impl std::fmt::Display) -> PyErr {
+    PyValueError::new_err(format!("tokens[{index}] is negative: {token}"))
+}
+
+fn narrow<T: Copy + std::fmt::Display + PartialOrd + Default + TryInto<u32>>(wide: &[T]) -> PyResult<Vec<u32>> {
+    let check = |(index, &token): (usize, &T)| {
+        token.try_into().map_err(|_| {
+            if token < T::default() {
+                negative(index, token)
+            } else {
+                PyValueError::new_err(format!("tokens[{index}] does not fit 32 bits: {token}"))
+            }
+        })
+    };
+    wide.iter().enumerate().map(check).collect()
+}
+
+fn from_items<'py>(len: usize, items: impl Iterator<Item = Bound<'py, PyAny>>) -> PyResult<Vec<u32>> {
+    let mut tokens = Vec::with_capacity(len);
+    for item in items {
+        match item.extract::<u32>() {
+            Ok(token) if !item.is_instance_of::<PyBool>() => tokens.push(token),
+            _ => return Err(refuse_item(tokens.len(), &item)),
+        }
+    }
+    Ok(tokens)
+}
+
+#[cold]
+fn refuse_item(index: usize, item: &Bound<'_, PyAny>) -> PyErr {
+    let integer = item.hasattr("__index__").unwrap_or(false) && !item.is_instance_of::<PyBool>();
+    if !integer {
+        let kind = item.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string());
+        return PyTypeError::new_err(format!("tokens[{index}] must be an int, not {kind}"));
+    }
+    if item.lt(0).unwrap_or(false) {
+        return negative(index, item);
+    }
+    PyValueError::new_err(format!("tokens[{index}] does not fit 32 bits: {item}"))
+}

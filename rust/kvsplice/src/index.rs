@@ -1,0 +1,610 @@
+//! The matcher: register, match, remove, strike, confirm, and registrations in flight.
+
+use std::collections::HashSet;
+use std::ops::ControlFlow;
+
+use crate::contents::{Comparison, Contents, Text};
+use crate::epoch::{Epoch, Pin};
+use crate::error::Error;
+use crate::hash::{Roller, Scratch, Secrets, Simd, fold};
+use crate::keys::{ChunkHash, KeyName, Keys, MAX_CHUNK_HASH_BYTES, Phase};
+use crate::scopes::{ScopeName, Scopes};
+use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Ordering, Step, fence, omitted};
+
+/// The longest chunk, in tokens.
+pub const MAX_CHUNK_SIZE: usize = 1 << 16;
+
+/// The most chunk hashes that one index can hold.
+pub const MAX_CAPACITY: usize = 1 << 30;
+
+/// The highest threshold for strikes.
+pub const MAX_STRIKES: u64 = 255;
+
+/// What to do when a registration finds the index full.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnFull {
+    /// Drop the chunk hash that went unused for longest.
+    Evict,
+    /// Index no more.
+    Reject,
+}
+
+/// How an [`Index`] is made.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Tokens per chunk, 1 to [`MAX_CHUNK_SIZE`].
+    pub chunk_size: usize,
+    /// The most chunk hashes held at once, 1 to [`MAX_CAPACITY`].
+    pub capacity: usize,
+    /// What a registration does when that is reached.
+    pub on_full: OnFull,
+    /// Skip a chunk whose text is indexed in its scope already.
+    pub dedup_content: bool,
+    /// Seed of the fingerprint base and the table hash; random if absent.
+    pub seed: Option<u64>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self { chunk_size: 256, capacity: 1 << 20, on_full: OnFull::Evict, dedup_content: false, seed: None }
+    }
+}
+
+/// What [`Index::matches`] reports.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// A text at each offset where it occurs, not only at the first.
+    pub every_occurrence: bool,
+    /// Each chunk hash that holds a text, not only the one registered or confirmed last.
+    pub all_holders: bool,
+}
+
+/// A stored chunk found in a query.
+#[derive(Clone, Copy, Debug)]
+pub struct Hit {
+    /// Position of its first token when it was stored.
+    pub old_start: u64,
+    /// Offset of its first token in the query.
+    pub cur_start: usize,
+    /// Its length in tokens.
+    pub len: usize,
+    /// Its storage key.
+    pub chunk_hash: ChunkHash,
+}
+
+/// Counters of an [`Index`]; exact when no other thread is at work.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Chunk hashes registered now.
+    pub entries: usize,
+    /// Different texts held now.
+    pub contents: usize,
+    /// Scopes in use now.
+    pub scopes: usize,
+    /// The most chunk hashes that can be registered at once.
+    pub capacity: usize,
+    /// Memory for texts, in bytes, free slots included.
+    pub token_bytes: usize,
+    /// Memory for all else, in bytes.
+    pub overhead_bytes: usize,
+    /// Chunk hashes newly indexed so far.
+    pub registered: u64,
+    /// Chunk hashes removed so far by [`Index::remove`].
+    pub removed: u64,
+    /// Chunk hashes evicted so far by [`Index::strike`].
+    pub struck_out: u64,
+    /// Chunk hashes evicted so far to make room.
+    pub evicted: u64,
+    /// Chunks not indexed so far for want of room.
+    pub rejected_full: u64,
+    /// Fingerprint hits so far whose tokens differed.
+    pub rejected_collisions: u64,
+    /// Table rebuilds so far.
+    pub table_rebuilds: u64,
+}
+
+/// What one registration did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Registered {
+    /// Chunks newly indexed.
+    pub count: usize,
+    /// The index was full for the first time.
+    pub first_time_full: bool,
+}
+
+/// An id that waits until no reader can hold it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Retired {
+    Scope(u32),
+    Key(u32),
+    Content(u32),
+    Node(u32),
+}
+
+pub(crate) type Limbo = Epoch<Retired>;
+
+#[derive(Default)]
+struct Counters {
+    registered: AtomicU64,
+    removed: AtomicU64,
+    struck_out: AtomicU64,
+    evicted: AtomicU64,
+    rejected_full: AtomicU64,
+    rejected_collisions: AtomicU64,
+}
+
+fn count(counter: &AtomicU64, by: usize) {
+    counter.fetch_add(by as u64, Ordering::Relaxed);
+}
+
+/// Finds stored chunks at any offset of a token sequence.
+///
+/// See the [crate](crate) for what it promises to concurrent callers.
+pub struct Index {
+    config: Config,
+    roller: Roller,
+    secret: u64,
+    scopes: Scopes,
+    keys: Keys,
+    contents: Contents,
+    limbo: Limbo,
+    entries: AtomicUsize,
+    was_full: AtomicU32,
+    counters: Counters,
+}
+
+impl Index {
+    /// An empty index.
+    ///
+    /// # Errors
+    /// A field of `config` is out of range.
+    pub fn new(config: Config) -> Result<Self, Error> {
+        if !(1..=MAX_CHUNK_SIZE).contains(&config.chunk_size) {
+            return Err(Error::ChunkSize(config.chunk_size));
+        }
+        if !(1..=MAX_CAPACITY).contains(&config.capacity) {
+            return Err(Error::Capacity(config.capacity));
+        }
+        let secrets = Secrets::from_seed(config.seed.unwrap_or_else(random_seed));
+        Ok(Self {
+            roller: Roller::with_factor(config.chunk_size, secrets.base, secrets.factor, Simd::detect()),
+            secret: secrets.key,
+            scopes: Scopes::new(secrets.key),
+            keys: Keys::new(),
+            contents: Contents::new(config.chunk_size),
+            limbo: Epoch::new(),
+            entries: AtomicUsize::new(0),
+            was_full: AtomicU32::new(0),
+            counters: Counters::default(),
+            config,
+        })
+    }
+
+    /// Tokens per chunk.
+    pub fn chunk_size(&self) -> usize {
+        self.config.chunk_size
+    }
+
+    /// Chunk hashes registered now.
+    pub fn len(&self) -> usize {
+        self.entries.load(Ordering::Relaxed)
+    }
+
+    /// Whether nothing is registered.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Indexes the full chunks `start_chunk..` of `tokens`, chunk `i` under `chunk_hashes[i]` with the stored position
+    /// `position_offset + i * chunk_size`. A chunk hash that is registered in `scope` already is skipped.
+    ///
+    /// # Errors
+    /// Fewer chunk hashes than full chunks, one of a wrong length, or positions beyond `i64::MAX`; nothing was indexed.
+    pub fn register(
+        &self,
+        tokens: &[u32],
+        chunk_hashes: &[impl AsRef<[u8]>],
+        start_chunk: usize,
+        position_offset: u64,
+        scope: &[u8],
+    ) -> Result<Registered, Error> {
+        let chunks = tokens.len() / self.config.chunk_size;
+        if chunk_hashes.len() < chunks {
+            return Err(Error::TooFewChunkHashes { given: chunk_hashes.len(), needed: chunks });
+        }
+        check_chunk_hashes(chunk_hashes)?;
+        if position_offset > i64::MAX as u64 - tokens.len() as u64 {
+            return Err(Error::PositionOffset(position_offset));
+        }
+        let mut done = Registered::default();
+        if start_chunk >= chunks {
+            return Ok(done);
+        }
+        let scope = self.enter(scope);
+        let windows = tokens.chunks_exact(self.config.chunk_size).zip(chunk_hashes).enumerate();
+        for (n, (window, chunk_hash)) in windows.skip(start_chunk) {
+            let start = position_offset + (n * self.config.chunk_size) as u64;
+            done.count += usize::from(self.register_chunk(window, chunk_hash.as_ref(), start, &scope, &mut done));
+            self.reclaim();
+        }
+        self.leave(&scope);
+        count(&self.counters.registered, done.count);
+        Ok(done)
+    }
+
+    fn register_chunk(
+        &self,
+        window: &[u32],
+        chunk_hash: &[u8],
+        start: u64,
+        scope: &EnteredScope,
+        done: &mut Registered,
+    ) -> bool {
+        let pin = self.limbo.pin();
+        let key = KeyName::new(scope.id, scope.name.key, chunk_hash);
+        let text = || {
+            let hash = fold(self.roller.single(window) ^ scope.name.key);
+            Text { hash, scope: scope.id, tokens: window }
+        };
+        if self.config.dedup_content
+            && let Some(content) = self.contents.find(&text(), &pin)
+            && self.contents.is_held(content, &self.keys)
+        {
+            return false;
+        }
+        let Some(claim) = self.keys.claim(&key, &pin, &self.scopes, &self.limbo) else { return false };
+        if !self.make_room(&pin, done) {
+            self.keys.abandon(&claim, &pin, &self.scopes, &self.limbo);
+            count(&self.counters.rejected_full, 1);
+            return false;
+        }
+        let content = self.contents.hold(&text(), &claim, &pin, &self.limbo);
+        if omitted(Step::PublishLast) {
+            self.keys.publish(&claim);
+        }
+        self.keys.describe(&claim, content, start);
+        self.keys.publish(&claim);
+        true
+    }
+
+    /// Counts one more entry, and evicts one if there is no room for it.
+    fn make_room(&self, pin: &Pin<'_>, done: &mut Registered) -> bool {
+        let more = |n| (n < self.config.capacity).then_some(n + 1);
+        while self.entries.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_err() {
+            if self.was_full.swap(1, Ordering::Relaxed) == 0 {
+                done.first_time_full = true;
+            }
+            if self.config.on_full == OnFull::Reject {
+                return false;
+            }
+            let Some(victim) = self.keys.longest_unused() else { return false };
+            if self.unregister(victim, |state| state.in_flight() == 0, pin) {
+                count(&self.counters.evicted, 1);
+            }
+        }
+        true
+    }
+
+    /// Ends the registration of a key if it is live and `condition` holds for its state.
+    fn unregister(&self, key: u32, condition: impl Fn(crate::keys::State) -> bool, pin: &Pin<'_>) -> bool {
+        let Some((content, change)) = self.keys.kill(key, condition) else { return false };
+        self.entries.fetch_sub(1, Ordering::Relaxed);
+        self.contents.drop_stale(content, &self.keys, pin, &self.limbo);
+        self.keys.bury_if_dead(key, Some(change), pin, &self.scopes, &self.limbo);
+        true
+    }
+
+    /// The stored chunks of `scope` that occur in `tokens`, in order of their offset.
+    ///
+    /// Takes no lock and waits for nobody.
+    pub fn matches(&self, tokens: &[u32], scope: &[u8], options: Options) -> Vec<Hit> {
+        let mut hits = Vec::new();
+        let pin = self.limbo.pin();
+        let name = ScopeName::new(self.secret, scope);
+        let Some(scope) = self.scopes.find(&name, &pin) else { return hits };
+        let level = self.contents.level();
+        let mut seen = HashSet::new();
+        let mut scratch = Scratch::default();
+        let step = self.roller.block_len();
+        let windows = self.roller.windows(tokens.len());
+        let mut values = vec![0; step.min(windows)];
+        let mut offsets = vec![0u32; step.min(windows)];
+        for first in (0..windows).step_by(step) {
+            let values = &mut values[..step.min(windows - first)];
+            self.roller.block(&tokens[first..], &mut scratch, values);
+            // Three passes, each over what the one before left: cheap tests without branches, so that cache misses
+            // overlap; then the few offsets that are likely hits.
+            let mut left = 0;
+            for (offset, value) in values.iter_mut().enumerate() {
+                *value = fold(*value ^ name.key);
+                offsets[left] = offset as u32;
+                left += usize::from(level.may_hold(*value));
+            }
+            let mut likely = 0;
+            for n in 0..left {
+                let offset = offsets[n];
+                offsets[likely] = offset;
+                likely += usize::from(!level.home_rejects(values[offset as usize]));
+            }
+            for &offset in &offsets[..likely] {
+                let cur_start = first + offset as usize;
+                let window = &tokens[cur_start..][..self.config.chunk_size];
+                let text = Text { hash: values[offset as usize], scope, tokens: window };
+                level.probe(text.hash, |content| {
+                    if !options.every_occurrence && seen.contains(&content) {
+                        return ControlFlow::<()>::Continue(());
+                    }
+                    match self.contents.compare(content, &text) {
+                        Comparison::Equal => {
+                            let before = hits.len();
+                            self.report(content, cur_start, options, &mut hits);
+                            if hits.len() > before {
+                                seen.insert(content);
+                            }
+                        }
+                        Comparison::Collision => count(&self.counters.rejected_collisions, 1),
+                        Comparison::Other => {}
+                    }
+                    ControlFlow::Continue(())
+                });
+            }
+        }
+        drop(pin);
+        hits
+    }
+
+    fn report(&self, content: u32, cur_start: usize, options: Options, hits: &mut Vec<Hit>) {
+        let mut reported = HashSet::new();
+        self.contents.visit_holders(content, &self.keys, |key, old_start| {
+            if options.all_holders && !reported.insert(key) {
+                return ControlFlow::Continue(());
+            }
+            self.keys.touch(key);
+            let chunk_hash = self.keys.chunk_hash(key);
+            hits.push(Hit { old_start, cur_start, len: self.config.chunk_size, chunk_hash });
+            if options.all_holders { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        });
+    }
+
+    /// Evicts the given chunk hashes of `scope`; returns how many were registered.
+    ///
+    /// # Errors
+    /// A chunk hash of a wrong length; nothing was removed.
+    pub fn remove(&self, chunk_hashes: &[impl AsRef<[u8]>], scope: &[u8]) -> Result<usize, Error> {
+        let mut removed = 0;
+        self.for_each_known(chunk_hashes, scope, |_, key, pin| {
+            removed += usize::from(self.unregister(key, |_| true, pin));
+        })?;
+        count(&self.counters.removed, removed);
+        Ok(removed)
+    }
+
+    /// Notes that storage no longer held these chunks. One that reaches `threshold` strikes is evicted, one that is in
+    /// flight takes none. Returns the indices of the evicted.
+    ///
+    /// # Errors
+    /// A chunk hash of a wrong length, or a threshold outside 1 to [`MAX_STRIKES`]; nothing was noted.
+    pub fn strike(&self, chunk_hashes: &[impl AsRef<[u8]>], threshold: u64, scope: &[u8]) -> Result<Vec<usize>, Error> {
+        if !(1..=MAX_STRIKES).contains(&threshold) {
+            return Err(Error::Threshold(threshold));
+        }
+        let mut evicted = Vec::new();
+        self.for_each_known(chunk_hashes, scope, |n, key, pin| {
+            let due = |state: crate::keys::State| state.may_be_struck() && state.strikes() + 1 >= threshold;
+            loop {
+                if self.unregister(key, due, pin) {
+                    evicted.push(n);
+                } else if !self.keys.strike(key, threshold) && self.keys.state(key).may_be_struck() {
+                    // Another strike came between the two looks.
+                    continue;
+                }
+                break;
+            }
+        })?;
+        count(&self.counters.struck_out, evicted.len());
+        Ok(evicted)
+    }
+
+    /// Notes that storage holds these chunks: clears their strikes, and lets them be reported before
+    /// other holders of their text.
+    ///
+    /// # Errors
+    /// A chunk hash of a wrong length; nothing was noted.
+    pub fn confirm(&self, chunk_hashes: &[impl AsRef<[u8]>], scope: &[u8]) -> Result<(), Error> {
+        self.for_each_known(chunk_hashes, scope, |_, key, pin| {
+            let state = self.keys.state(key);
+            if state.phase() != Phase::Live {
+                return;
+            }
+            let content = self.keys.content(key);
+            fence(Ordering::Acquire);
+            // The content is that of this incarnation only if it still is the same one.
+            if self.keys.is_live(key, state.incarnation()) {
+                self.keys.clear_strikes(key);
+                self.keys.touch(key);
+                self.contents.promote(content, key, state.incarnation(), &self.keys, pin, &self.limbo);
+            }
+        })
+    }
+
+    /// Marks a registration of each chunk hash as in flight, registered or not. Counted.
+    ///
+    /// # Errors
+    /// A chunk hash of a wrong length, or too many in flight of one; none was counted.
+    pub fn begin(&self, chunk_hashes: &[impl AsRef<[u8]>], scope: &[u8]) -> Result<(), Error> {
+        check_chunk_hashes(chunk_hashes)?;
+        if chunk_hashes.is_empty() {
+            return Ok(());
+        }
+        let entered = self.enter(scope);
+        let refused = chunk_hashes.iter().position(|chunk_hash| {
+            let pin = self.limbo.pin();
+            let name = KeyName::new(entered.id, entered.name.key, chunk_hash.as_ref());
+            !self.keys.begin(&name, &pin, &self.scopes, &self.limbo)
+        });
+        self.leave(&entered);
+        match refused {
+            None => Ok(()),
+            Some(index) => {
+                self.finish(&chunk_hashes[..index], scope)?;
+                Err(Error::InFlight { index })
+            }
+        }
+    }
+
+    /// Ends one registration in flight of each chunk hash; one that is not in flight is ignored.
+    ///
+    /// # Errors
+    /// A chunk hash of a wrong length; none was ended.
+    pub fn finish(&self, chunk_hashes: &[impl AsRef<[u8]>], scope: &[u8]) -> Result<(), Error> {
+        check_chunk_hashes(chunk_hashes)?;
+        let name = ScopeName::new(self.secret, scope);
+        for chunk_hash in chunk_hashes {
+            let pin = self.limbo.pin();
+            let Some(scope) = self.scopes.find(&name, &pin) else { return Ok(()) };
+            let key = KeyName::new(scope, name.key, chunk_hash.as_ref());
+            self.keys.finish(&key, &pin, &self.scopes, &self.limbo);
+            drop(pin);
+            self.reclaim();
+        }
+        Ok(())
+    }
+
+    /// Whether `chunk_hash` is registered in `scope`.
+    ///
+    /// # Errors
+    /// A chunk hash of a wrong length.
+    pub fn contains(&self, chunk_hash: &[u8], scope: &[u8]) -> Result<bool, Error> {
+        let mut found = false;
+        self.for_each_known(&[chunk_hash], scope, |_, key, _| {
+            found = self.keys.state(key).phase() == Phase::Live;
+        })?;
+        Ok(found)
+    }
+
+    /// Calls `act` with the place in the list and the record of each chunk hash that has one.
+    fn for_each_known(
+        &self,
+        chunk_hashes: &[impl AsRef<[u8]>],
+        scope: &[u8],
+        mut act: impl FnMut(usize, u32, &Pin<'_>),
+    ) -> Result<(), Error> {
+        check_chunk_hashes(chunk_hashes)?;
+        let name = ScopeName::new(self.secret, scope);
+        for (n, chunk_hash) in chunk_hashes.iter().enumerate() {
+            let pin = self.limbo.pin();
+            let Some(scope) = self.scopes.find(&name, &pin) else { return Ok(()) };
+            let key = KeyName::new(scope, name.key, chunk_hash.as_ref());
+            if let Some(record) = self.keys.find(&key, &pin) {
+                act(n, record, &pin);
+            }
+            drop(pin);
+            self.reclaim();
+        }
+        Ok(())
+    }
+
+    /// Refers to a scope for the time of a call.
+    fn enter(&self, scope: &[u8]) -> EnteredScope {
+        let pin = self.limbo.pin();
+        let name = ScopeName::new(self.secret, scope);
+        EnteredScope { id: self.scopes.acquire(&name, &pin, &self.limbo), name }
+    }
+
+    fn leave(&self, scope: &EnteredScope) {
+        let pin = self.limbo.pin();
+        self.scopes.release(scope.id, &pin, &self.limbo);
+        drop(pin);
+        self.reclaim();
+    }
+
+    fn reclaim(&self) {
+        self.limbo.collect_if_due(|item| match item {
+            Retired::Scope(id) => self.scopes.free(id),
+            Retired::Key(id) => self.keys.free(id),
+            Retired::Content(id) => self.contents.free(id),
+            Retired::Node(id) => self.contents.free_node(id),
+        });
+    }
+
+    /// The counters.
+    pub fn stats(&self) -> Stats {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Stats {
+            entries: self.len(),
+            contents: crate::table::Records::live(&self.contents),
+            scopes: crate::table::Records::live(&self.scopes),
+            capacity: self.config.capacity,
+            token_bytes: self.contents.token_bytes(),
+            overhead_bytes: self.contents.overhead_bytes()
+                + self.keys.bytes()
+                + self.scopes.bytes()
+                + self.limbo.in_limbo() * size_of::<(u64, Retired)>(),
+            registered: read(&self.counters.registered),
+            removed: read(&self.counters.removed),
+            struck_out: read(&self.counters.struck_out),
+            evicted: read(&self.counters.evicted),
+            rejected_full: read(&self.counters.rejected_full),
+            rejected_collisions: read(&self.counters.rejected_collisions),
+            table_rebuilds: self.contents.rebuilds() + self.keys.rebuilds(),
+        }
+    }
+
+    /// Checks every rule of the data structure and names the first that is broken. Call it with no other thread at work.
+    ///
+    /// # Errors
+    /// The first broken rule.
+    #[doc(hidden)]
+    pub fn check(&self) -> Result<(), String> {
+        let pin = self.limbo.pin();
+        let mut live = 0;
+        let mut references = std::collections::HashMap::new();
+        for key in self.keys.ids() {
+            let state = self.keys.state(key);
+            match state.phase() {
+                Phase::Live => live += 1,
+                Phase::Claimed => return Err(format!("key {key} is claimed and nobody is at it")),
+                Phase::Idle if state.in_flight() == 0 => return Err(format!("key {key} is kept for nothing")),
+                Phase::Idle | Phase::Dead => {}
+            }
+            *references.entry(self.keys.scope(key)).or_insert(0u64) += 1;
+        }
+        if live != self.len() {
+            return Err(format!("{live} keys are live, {} are counted", self.len()));
+        }
+        for scope in self.scopes.ids() {
+            let counted = self.scopes.references(scope);
+            let found = references.remove(&scope).unwrap_or(0);
+            if counted != found {
+                return Err(format!("scope {scope} counts {counted} references and has {found}"));
+            }
+        }
+        if let Some(scope) = references.keys().next() {
+            return Err(format!("keys of the dead scope {scope}"));
+        }
+        self.scopes.check()?;
+        self.keys.check()?;
+        self.contents.check(&self.keys)?;
+        drop(pin);
+        Ok(())
+    }
+}
+
+struct EnteredScope {
+    id: u32,
+    name: ScopeName,
+}
+
+fn check_chunk_hashes(chunk_hashes: &[impl AsRef<[u8]>]) -> Result<(), Error> {
+    let wrong = |chunk_hash: &[u8]| !(1..=MAX_CHUNK_HASH_BYTES).contains(&chunk_hash.len());
+    match chunk_hashes.iter().position(|chunk_hash| wrong(chunk_hash.as_ref())) {
+        None => Ok(()),
+        Some(index) => Err(Error::ChunkHashLength { index, len: chunk_hashes[index].as_ref().len() }),
+    }
+}
+
+/// Unpredictable, from the keys that the standard library draws for its own hash maps.
+fn random_seed() -> u64 {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    RandomState::new().build_hasher().finish()
+}
