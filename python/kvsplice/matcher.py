@@ -72,7 +72,8 @@ class Matches(Sequence[Match]):
         """Build the columns from rows in the field order of `Match`."""
         rows = list(rows)
         numbers = np.array([row[:4] for row in rows], dtype=np.int64).reshape(-1, 4)
-        return cls(*(np.ascontiguousarray(column) for column in numbers.T), [bytes(row[4]) for row in rows])
+        old_start, old_end, cur_start, cur_end = np.ascontiguousarray(numbers.T)
+        return cls(old_start, old_end, cur_start, cur_end, [bytes(row[4]) for row in rows])
 
     def take(self, indices: NDArray[np.intp] | Sequence[int]) -> Matches:
         """Return the matches at ``indices``, in that order."""

@@ -13,7 +13,7 @@ pub(crate) fn type_name(object: &Bound<'_, PyAny>) -> String {
 /// A whole number in `least..=most`.
 pub(crate) fn number<T>(name: &str, object: &Bound<'_, PyAny>, least: T, most: T) -> PyResult<T>
 where
-    T: for<'a, 'py> FromPyObject<'a, 'py, Error = PyErr> + PartialOrd + std::fmt::Display,
+    T: for<'a, 'py> FromPyObject<'a, 'py, Error = PyErr> + PartialOrd + std::fmt::Display + Copy,
 {
     let refuse = || PyValueError::new_err(format!("{name} must be {least} to {most}, not {object}"));
     if object.is_instance_of::<PyBool>() {

@@ -1,10 +1,11 @@
 //! Python bindings of the index: convert, release the GIL, call, convert back.
 
 mod arguments;
+mod plain_ints;
 mod tokens;
 
-use kvsplice::hash::{Roller, Simd, base_for_seed};
-use kvsplice::{Config, Error, MAX_CAPACITY, MAX_CHUNK_HASH_BYTES, MAX_CHUNK_SIZE, MAX_STRIKES, OnFull, Options};
+use kvsplice::hash::{Roller, base_for_seed};
+use kvsplice::{Config, Error, MAX_CAPACITY, MAX_CHUNK_HASH_BYTES, MAX_CHUNK_SIZE, MAX_STRIKES, OnFull, Options, Simd};
 use numpy::{PyArray1, PyReadonlyArray1};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -16,6 +17,8 @@ use crate::tokens::Tokens;
 type Column<'py> = Bound<'py, PyArray1<i64>>;
 type Columns<'py> = (Column<'py>, Column<'py>, Column<'py>, Column<'py>, Vec<Bound<'py, PyBytes>>);
 
+// By value, for `map_err`.
+#[expect(clippy::needless_pass_by_value)]
 fn refused(error: Error) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
@@ -168,11 +171,14 @@ fn spans(start: &PyReadonlyArray1<'_, i64>, end: &PyReadonlyArray1<'_, i64>) -> 
     start.as_array().iter().copied().zip(end.as_array().iter().copied()).collect()
 }
 
+// By value: so does pyo3 hand arguments over.
+#[expect(clippy::needless_pass_by_value)]
 #[pyfunction]
 fn coverage(start: PyReadonlyArray1<'_, i64>, end: PyReadonlyArray1<'_, i64>) -> u64 {
     kvsplice::spans::coverage(spans(&start, &end))
 }
 
+#[expect(clippy::needless_pass_by_value)]
 #[pyfunction]
 fn non_overlapping<'py>(
     py: Python<'py>,

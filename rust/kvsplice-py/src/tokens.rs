@@ -5,6 +5,9 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyList, PyTuple};
 
+use crate::arguments::type_name;
+use crate::plain_ints;
+
 /// Tokens of one call, read in place where they lie as 32-bit integers.
 pub(crate) enum Tokens<'py> {
     Owned(Vec<u32>),
@@ -16,10 +19,14 @@ impl<'py> Tokens<'py> {
     /// Reads `tokens` in any form that the Python documentation names.
     pub(crate) fn from_python(tokens: &Bound<'py, PyAny>) -> PyResult<Self> {
         if let Ok(list) = tokens.cast::<PyList>() {
-            return from_items(list.len(), list.iter()).map(Self::Owned);
+            let mut read = Vec::with_capacity(list.len());
+            plain_ints::from_list(list, &mut read);
+            return read_rest(tokens, read).map(Self::Owned);
         }
         if let Ok(tuple) = tokens.cast::<PyTuple>() {
-            return from_items(tuple.len(), tuple.iter()).map(Self::Owned);
+            let mut read = Vec::with_capacity(tuple.len());
+            plain_ints::from_tuple(tuple, &mut read);
+            return read_rest(tokens, read).map(Self::Owned);
         }
         let py = tokens.py();
         let array = py.import("numpy")?.call_method1("asarray", (tokens,))?;
@@ -83,9 +90,11 @@ fn narrow<T: Copy + std::fmt::Display + PartialOrd + Default + TryInto<u32>>(wid
     wide.iter().enumerate().map(check).collect()
 }
 
-fn from_items<'py>(len: usize, items: impl Iterator<Item = Bound<'py, PyAny>>) -> PyResult<Vec<u32>> {
-    let mut tokens = Vec::with_capacity(len);
-    for item in items {
+/// Reads what the fast way left: a numpy scalar or an int subclass is as good as an int.
+fn read_rest(items: &Bound<'_, PyAny>, mut tokens: Vec<u32>) -> PyResult<Vec<u32>> {
+    // The length is asked for anew each time: the `__index__` of an item may change the list.
+    while tokens.len() < items.len()? {
+        let item = items.get_item(tokens.len())?;
         match item.extract::<u32>() {
             Ok(token) if !item.is_instance_of::<PyBool>() => tokens.push(token),
             _ => return Err(refuse_item(tokens.len(), &item)),
@@ -98,8 +107,7 @@ fn from_items<'py>(len: usize, items: impl Iterator<Item = Bound<'py, PyAny>>) -
 fn refuse_item(index: usize, item: &Bound<'_, PyAny>) -> PyErr {
     let integer = item.hasattr("__index__").unwrap_or(false) && !item.is_instance_of::<PyBool>();
     if !integer {
-        let kind = item.get_type().name().map_or_else(|_| "?".to_owned(), |name| name.to_string());
-        return PyTypeError::new_err(format!("tokens[{index}] must be an int, not {kind}"));
+        return PyTypeError::new_err(format!("tokens[{index}] must be an int, not {}", type_name(item)));
     }
     if item.lt(0).unwrap_or(false) {
         return negative(index, item);

@@ -155,7 +155,7 @@ impl Contents {
         let key = next_key.load(Ordering::Relaxed) & 0xffff_ffff;
         let head = &self.arena.words(id)[HEAD];
         let mut top = head.load(Ordering::Acquire);
-        while top != 0 {
+        while top != 0 || omitted(Step::LeaveTheDead) {
             next_key.store((top << 32) | key, Ordering::Relaxed);
             match head.compare_exchange_weak(top, u64::from(node), Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return true,

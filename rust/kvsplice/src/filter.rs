@@ -3,6 +3,7 @@
 //! A Bloom filter whose bits for one hash lie in one word, so that a test is one load. Bits are only ever
 //! set; a rebuild of the table starts a new filter. No false negatives.
 
+use crate::simd::{Simd, per_simd};
 use crate::sync::{AtomicU64, Ordering, zeroed_slice_box};
 
 pub(crate) struct Filter {
@@ -13,22 +14,25 @@ pub(crate) struct Filter {
 impl Filter {
     /// Room for `entries`, with 16 to 32 bits for each.
     pub(crate) fn for_entries(entries: usize) -> Self {
-        let words = (entries / 4).next_power_of_two().max(2);
+        let words = (entries / 8).next_power_of_two().max(2);
         Self { words: zeroed_slice_box(words), shift: 64 - words.ilog2() }
     }
 
     #[inline]
     fn place(&self, hash: u64) -> (usize, u64) {
         // The word comes from the high bits, the bits in it from the low ones.
-        let bits = (1 << (hash & 63)) | (1 << ((hash >> 6) & 63));
-        ((hash >> self.shift) as usize, bits)
+        ((hash >> self.shift) as usize, (1 << (hash & 63)) | (1 << ((hash >> 6) & 63)))
     }
 
     /// Whether `hash` may have been added.
-    #[inline]
     pub(crate) fn may_hold(&self, hash: u64) -> bool {
         let (word, bits) = self.place(hash);
         self.words[word].load(Ordering::Relaxed) & bits == bits
+    }
+
+    /// Writes the places in `hashes` of those that may have been added to the front of `places`; returns their number.
+    pub(crate) fn select(&self, simd: Simd, hashes: &[u64], places: &mut [u32]) -> usize {
+        select(simd, &self.words, self.shift, hashes, places)
     }
 
     pub(crate) fn add(&self, hash: u64) {
@@ -41,4 +45,23 @@ impl Filter {
     pub(crate) fn bytes(&self) -> usize {
         size_of_val(&*self.words)
     }
+}
+
+per_simd! {
+    fn select(words: &[AtomicU64], shift: u32, hashes: &[u64], places: &mut [u32]) -> usize = select_body;
+}
+
+// It must take on its callers' instruction sets.
+#[expect(clippy::inline_always)]
+#[inline(always)]
+fn select_body(words: &[AtomicU64], shift: u32, hashes: &[u64], places: &mut [u32]) -> usize {
+    let places = &mut places[..hashes.len()];
+    let mut selected = 0;
+    for (place, &hash) in hashes.iter().enumerate() {
+        // Always written, kept if selected: no branch to mispredict.
+        places[selected] = place as u32;
+        let word = words[(hash >> shift) as usize].load(Ordering::Relaxed);
+        selected += ((word >> (hash & 63)) & (word >> ((hash >> 6) & 63)) & 1) as usize;
+    }
+    selected
 }

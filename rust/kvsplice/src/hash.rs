@@ -3,57 +3,11 @@
 //! `fingerprint(t) = Σ t[i] · base^(n-1-i) mod 2^64`, for an odd `base`. An odd base has an inverse, so all windows
 //! of a block come from one running sum: with `s[j] = Σ_{m<j} t[m] · base^-m`, the window at `i` has the fingerprint
 //! `(s[i+n] - s[i]) · base^(i+n-1)`. That is two multiplications for each token and no chain of dependent ones.
-//!
-//! There is one body, compiled for several instruction sets and chosen at run time. It is integer
-//! arithmetic, so all of them agree bit for bit.
+
+use crate::simd::{Simd, per_simd};
 
 /// Offsets per block. Large enough that the `chunk - 1` tokens of overlap cost little, small enough for the L1 cache.
 const BLOCK: usize = 2048;
-
-/// An instruction set that the block loop was compiled for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Simd {
-    /// The build's baseline.
-    Scalar,
-    /// x86-64 with AVX2.
-    Avx2,
-    /// x86-64 with AVX-512 F, DQ and VL.
-    Avx512,
-}
-
-impl Simd {
-    /// The widest that this processor has.
-    pub fn detect() -> Self {
-        Self::available().pop().unwrap_or(Self::Scalar)
-    }
-
-    /// All that this processor has, narrowest first.
-    pub fn available() -> Vec<Self> {
-        let mut found = vec![Self::Scalar];
-        #[cfg(target_arch = "x86_64")]
-        {
-            if std::arch::is_x86_feature_detected!("avx2") {
-                found.push(Self::Avx2);
-            }
-            if std::arch::is_x86_feature_detected!("avx512f")
-                && std::arch::is_x86_feature_detected!("avx512dq")
-                && std::arch::is_x86_feature_detected!("avx512vl")
-            {
-                found.push(Self::Avx512);
-            }
-        }
-        found
-    }
-
-    /// Its usual name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Scalar => "scalar",
-            Self::Avx2 => "avx2",
-            Self::Avx512 => "avx512",
-        }
-    }
-}
 
 /// Computes window fingerprints for one base and window length, each multiplied by a fixed odd factor.
 pub struct Roller {
@@ -85,11 +39,10 @@ impl Roller {
     /// Fingerprints under `base`, times `factor`, on a chosen instruction set.
     ///
     /// # Panics
-    /// If `base` is even, `chunk` is 0, or this processor lacks `simd`.
+    /// If `base` is even or `chunk` is 0.
     pub fn with_factor(chunk: usize, base: u64, factor: u64, simd: Simd) -> Self {
         assert!(base % 2 == 1, "base must be odd");
         assert!(chunk > 0, "chunk must not be 0");
-        assert!(Simd::available().contains(&simd), "this processor has no {}", simd.name());
         let block = BLOCK.max(chunk);
         let powers_of = |start: u64, step: u64, len: usize| {
             std::iter::successors(Some(start), move |p| Some(p.wrapping_mul(step))).take(len)
@@ -120,25 +73,21 @@ impl Roller {
     /// # Panics
     /// If `out` is longer than a block, or `tokens` is shorter than `out.len() + chunk - 1`.
     pub fn block(&self, tokens: &[u32], scratch: &mut Scratch, out: &mut [u64]) {
-        if out.is_empty() {
-            return;
-        }
-        let tokens = &tokens[..out.len() + self.chunk - 1];
-        scratch.sums.resize(tokens.len() + 1, 0);
-        let sums = &mut scratch.sums[..=tokens.len()];
-        let up = &self.up[..out.len()];
-        let down = &self.down[..tokens.len()];
-        match self.simd {
-            Simd::Scalar => block_body(tokens, down, up, sums, out),
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: `with_factor` accepts only what `Simd::available` found on this processor.
-            Simd::Avx2 => unsafe { block_avx2(tokens, down, up, sums, out) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above.
-            Simd::Avx512 => unsafe { block_avx512(tokens, down, up, sums, out) },
-            #[cfg(not(target_arch = "x86_64"))]
-            _ => unreachable!("not available here"),
-        }
+        let (tokens, sums) = self.prepare(tokens, scratch, out.len());
+        plain_block(self.simd, tokens, &self.down, &self.up, sums, out);
+    }
+
+    /// As [`block`](Self::block), with each value [folded](fold) under `key`.
+    pub(crate) fn folded_block(&self, key: u64, tokens: &[u32], scratch: &mut Scratch, out: &mut [u64]) {
+        let (tokens, sums) = self.prepare(tokens, scratch, out.len());
+        folded_block(self.simd, key, tokens, &self.down, &self.up, sums, out);
+    }
+
+    fn prepare<'a>(&self, tokens: &'a [u32], scratch: &'a mut Scratch, out: usize) -> (&'a [u32], &'a mut [u64]) {
+        assert!(out <= self.block_len(), "one block");
+        let tokens = &tokens[..(out + self.chunk - 1) * usize::from(out > 0)];
+        scratch.sums.resize(self.down.len() + 1, 0);
+        (tokens, &mut scratch.sums[..=tokens.len()])
     }
 
     /// The value of the window at every offset of `tokens`.
@@ -168,10 +117,20 @@ impl Roller {
     }
 }
 
+per_simd! {
+    fn plain_block(tokens: &[u32], down: &[u64], up: &[u64], sums: &mut [u64], out: &mut [u64])
+        = |tokens, down, up, sums, out| block_body(None, tokens, down, up, sums, out);
+}
+
+per_simd! {
+    fn folded_block(key: u64, tokens: &[u32], down: &[u64], up: &[u64], sums: &mut [u64], out: &mut [u64])
+        = |key, tokens, down, up, sums, out| block_body(Some(key), tokens, down, up, sums, out);
+}
+
 // It must take on its callers' instruction sets.
 #[expect(clippy::inline_always)]
 #[inline(always)]
-fn block_body(tokens: &[u32], down: &[u64], up: &[u64], sums: &mut [u64], out: &mut [u64]) {
+fn block_body(fold_with: Option<u64>, tokens: &[u32], down: &[u64], up: &[u64], sums: &mut [u64], out: &mut [u64]) {
     let mut sum = 0u64;
     let (first, rest) = sums.split_first_mut().expect("one more sum than tokens");
     *first = 0;
@@ -179,23 +138,11 @@ fn block_body(tokens: &[u32], down: &[u64], up: &[u64], sums: &mut [u64], out: &
         sum = sum.wrapping_add(u64::from(token).wrapping_mul(power));
         *slot = sum;
     }
-    let chunk = tokens.len() + 1 - out.len();
-    let late = &sums[chunk..];
+    let late = &sums[tokens.len() + 1 - out.len()..];
     for (((value, &before), &after), &power) in out.iter_mut().zip(sums.iter()).zip(late).zip(up) {
-        *value = after.wrapping_sub(before).wrapping_mul(power);
+        let plain = after.wrapping_sub(before).wrapping_mul(power);
+        *value = fold_with.map_or(plain, |key| fold(plain ^ key));
     }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn block_avx2(tokens: &[u32], down: &[u64], up: &[u64], sums: &mut [u64], out: &mut [u64]) {
-    block_body(tokens, down, up, sums, out);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx512vl")]
-fn block_avx512(tokens: &[u32], down: &[u64], up: &[u64], sums: &mut [u64], out: &mut [u64]) {
-    block_body(tokens, down, up, sums, out);
 }
 
 /// The inverse of an odd number modulo 2^64, by Newton's iteration: each round doubles the bits that are right.

@@ -6,9 +6,10 @@ use std::ops::ControlFlow;
 use crate::contents::{Comparison, Contents, Text};
 use crate::epoch::{Epoch, Pin};
 use crate::error::Error;
-use crate::hash::{Roller, Scratch, Secrets, Simd, fold};
+use crate::hash::{Roller, Scratch, Secrets, fold};
 use crate::keys::{ChunkHash, KeyName, Keys, MAX_CHUNK_HASH_BYTES, Phase};
 use crate::scopes::{ScopeName, Scopes};
+use crate::simd::Simd;
 use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Ordering, Step, fence, omitted};
 
 /// The longest chunk, in tokens.
@@ -142,6 +143,7 @@ fn count(counter: &AtomicU64, by: usize) {
 /// See the [crate](crate) for what it promises to concurrent callers.
 pub struct Index {
     config: Config,
+    simd: Simd,
     roller: Roller,
     secret: u64,
     scopes: Scopes,
@@ -166,8 +168,10 @@ impl Index {
             return Err(Error::Capacity(config.capacity));
         }
         let secrets = Secrets::from_seed(config.seed.unwrap_or_else(random_seed));
+        let simd = Simd::detect();
         Ok(Self {
-            roller: Roller::with_factor(config.chunk_size, secrets.base, secrets.factor, Simd::detect()),
+            simd,
+            roller: Roller::with_factor(config.chunk_size, secrets.base, secrets.factor, simd),
             secret: secrets.key,
             scopes: Scopes::new(secrets.key),
             keys: Keys::new(),
@@ -311,15 +315,10 @@ impl Index {
         let mut offsets = vec![0u32; step.min(windows)];
         for first in (0..windows).step_by(step) {
             let values = &mut values[..step.min(windows - first)];
-            self.roller.block(&tokens[first..], &mut scratch, values);
             // Three passes, each over what the one before left: cheap tests without branches, so that cache misses
             // overlap; then the few offsets that are likely hits.
-            let mut left = 0;
-            for (offset, value) in values.iter_mut().enumerate() {
-                *value = fold(*value ^ name.key);
-                offsets[left] = offset as u32;
-                left += usize::from(level.may_hold(*value));
-            }
+            self.roller.folded_block(name.key, &tokens[first..], &mut scratch, values);
+            let left = level.filter().select(self.simd, values, &mut offsets);
             let mut likely = 0;
             for n in 0..left {
                 let offset = offsets[n];

@@ -52,7 +52,10 @@ mod filter;
 pub mod hash;
 mod index;
 mod keys;
+#[cfg(all(test, loom))]
+mod models;
 mod scopes;
+mod simd;
 pub mod spans;
 mod sync;
 mod table;
@@ -60,5 +63,4 @@ mod table;
 pub use error::Error;
 pub use index::{Config, Hit, Index, MAX_CAPACITY, MAX_CHUNK_SIZE, MAX_STRIKES, OnFull, Options, Registered, Stats};
 pub use keys::{ChunkHash, MAX_CHUNK_HASH_BYTES, MAX_IN_FLIGHT};
-#[cfg(loom)]
-pub use sync::{Step, fault};
+pub use simd::Simd;

@@ -190,10 +190,7 @@ mod modelled {
 ///
 /// In ordinary builds [`omitted`] is a constant `false` and costs nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(not(loom), allow(dead_code))]
-#[doc(hidden)]
-#[cfg_attr(not(loom), expect(unreachable_pub))]
-pub enum Step {
+pub(crate) enum Step {
     /// Following a rebuild's new level after writing into the old one.
     FollowRebuild = 1,
     /// Checking that a record still lives after its word was written.
@@ -202,6 +199,8 @@ pub enum Step {
     GracePeriod,
     /// The fence between a holder's death and the look at its neighbours.
     FenceBeforeSweep,
+    /// Refusing to add a holder to a content that has ended.
+    LeaveTheDead,
     /// Comparing other holders of a key before claiming a slot for it.
     LookBeforeClaim,
     /// Marking a registration complete only after its content is in the table.
@@ -221,7 +220,7 @@ pub(crate) use fault::omitted;
 
 /// Chooses the step that loom models leave out.
 #[cfg(loom)]
-pub mod fault {
+pub(crate) mod fault {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::Step;
@@ -229,8 +228,8 @@ pub mod fault {
     static OMITTED: AtomicU32 = AtomicU32::new(0);
 
     /// Leaves `step` out of everything that runs from here on in this process.
-    pub fn omit(step: Step) {
-        OMITTED.store(step as u32, Ordering::Relaxed);
+    pub(crate) fn omit(step: Option<Step>) {
+        OMITTED.store(step.map_or(0, |step| step as u32), Ordering::Relaxed);
     }
 
     pub(crate) fn omitted(step: Step) -> bool {

@@ -39,7 +39,7 @@ const BLOCK: usize = 1;
 #[cfg(not(loom))]
 const LEAST_BUCKETS: usize = 64;
 #[cfg(loom)]
-const LEAST_BUCKETS: usize = 1;
+const LEAST_BUCKETS: usize = 2;
 
 const EMPTY: u64 = 0;
 /// Id 0 names nothing, so no word looks like this.
@@ -74,7 +74,6 @@ pub(crate) struct Level {
     next: Next<Level>,
     cursor: AtomicUsize,
     copied: Box<[AtomicU32]>,
-    to_copy: AtomicUsize,
 }
 
 enum Claim {
@@ -103,7 +102,6 @@ impl Level {
             next: Next::new(),
             cursor: AtomicUsize::new(0),
             copied: zeroed_slice_box(blocks),
-            to_copy: AtomicUsize::new(blocks),
         }
     }
 
@@ -117,9 +115,8 @@ impl Level {
         (((hash >> 32) * self.buckets.len() as u64) >> 32) as usize
     }
 
-    #[inline]
-    pub(crate) fn may_hold(&self, hash: u64) -> bool {
-        self.filter.may_hold(hash)
+    pub(crate) fn filter(&self) -> &Filter {
+        &self.filter
     }
 
     /// Whether `hash`'s home bucket rules nothing in: no tag agrees and it has spilled nothing.
@@ -345,9 +342,7 @@ impl Table {
             let Some(hash) = records.hash_of(id) else { continue };
             Self::copy_word(next, hash, id, records);
         }
-        if level.copied[block].swap(1, Ordering::AcqRel) == 0 {
-            level.to_copy.fetch_sub(1, Ordering::AcqRel);
-        }
+        level.copied[block].store(1, Ordering::Release);
     }
 
     /// Writes a word into a new level, or returns the record that is there instead.
@@ -366,7 +361,10 @@ impl Table {
     }
 
     fn finish(&self, level: &Arc<Level>, next: Arc<Level>) {
-        if level.to_copy.load(Ordering::Acquire) == 0 && self.current.replace(level, next) {
+        // The flags themselves, not a count of them: a thread that stopped between flag and count would hold all up.
+        let unfinished = || level.copied.iter().any(|done| done.load(Ordering::Acquire) == 0);
+        let all_claimed = level.cursor.load(Ordering::Relaxed) >= level.copied.len();
+        if all_claimed && !unfinished() && self.current.replace(level, next) {
             self.rebuilds.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -375,6 +373,7 @@ impl Table {
     fn rebuild_now(&self, records: &impl Records) {
         let level = self.current.load();
         let next = self.next_of(&level, records);
+        level.cursor.store(level.copied.len(), Ordering::Relaxed);
         for (block, done) in level.copied.iter().enumerate() {
             if done.load(Ordering::Acquire) == 0 {
                 Self::copy_block(&level, &next, block, records);
@@ -415,7 +414,7 @@ impl Table {
         for id in ids {
             let Some(hash) = records.hash_of(id) else { continue };
             let find = |other| if other == id { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
-            if !levels[0].may_hold(hash) {
+            if !levels[0].filter.may_hold(hash) {
                 return Err(format!("the filter denies record {id}"));
             }
             if levels[0].probe(hash, find).is_none() {

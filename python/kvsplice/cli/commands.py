@@ -1,0 +1,83 @@
+"""What each command does with its arguments."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvsplice.cli.demo import DEMO_NOTE, DEMO_SHAPES, DEMO_TOKENIZER
+from kvsplice.cli.plot import check_plot, write_plot
+from kvsplice.cli.progress import Progress
+from kvsplice.cli.replay import Replay, Settings
+from kvsplice.cli.report import render, summarize
+from kvsplice.cli.tokenizer import TextTokenizer
+from kvsplice.cli.workload import Workload, check_files
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["run_demo", "run_replay"]
+
+_INTERRUPTED = 130
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Replay files; return the exit code."""
+    check_files(arguments.files)
+    if arguments.plot is not None:
+        check_plot(arguments.plot)
+    tokenizer = None if arguments.tokenizer is None else TextTokenizer(arguments.tokenizer)
+    settings = Settings(
+        chunk_size=arguments.chunk_size,
+        capacity=arguments.capacity,
+        threads=arguments.threads,
+        every_occurrence=not arguments.first_occurrence,
+        shift=arguments.shift,
+        seed=arguments.seed,
+        limit=arguments.limit,
+    )
+    replay = Replay(settings)
+    with Progress(arguments.files, arguments.limit, not arguments.no_progress) as progress:
+        workload = Workload(
+            arguments.files,
+            arguments.format,
+            tokenizer,
+            arguments.scope_field,
+            arguments.skip_bad,
+            progress.at_byte,
+        )
+        replay.run(workload, progress.request_done)
+    summary = summarize(replay, workload)
+    _print(summary, arguments.json)
+    if arguments.plot is not None:
+        write_plot(arguments.plot, replay.columns(), ", ".join(Path(file).name for file in arguments.files))
+    return 0 if replay.complete else _INTERRUPTED
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """Replay the bundled workloads; return the exit code."""
+    results: dict[str, Any] = {}
+    tokenizer = TextTokenizer(DEMO_TOKENIZER)
+    for shape in DEMO_SHAPES:
+        replay = Replay(Settings(chunk_size=arguments.chunk_size))
+        with Progress([shape.path], None, not arguments.no_progress) as progress:
+            workload = Workload([shape.path], tokenizer=tokenizer, on_progress=progress.at_byte)
+            replay.run(workload, progress.request_done)
+        results[shape.name] = summarize(replay, workload)
+        if not arguments.json:
+            print(
+                f"{shape.title}\n\n{render(results[shape.name])}\n\n{textwrap.fill(shape.meaning, 100)}\n", flush=True
+            )
+        if not replay.complete:
+            break
+    if arguments.json:
+        _print(results, as_json=True)
+    else:
+        print(textwrap.fill(DEMO_NOTE, 100))
+    return 0 if all(result["complete"] for result in results.values()) else _INTERRUPTED
+
+
+def _print(summary: dict[str, Any], as_json: bool) -> None:
+    print(json.dumps(summary, indent=2) if as_json else render(summary))
