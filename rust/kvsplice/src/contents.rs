@@ -12,6 +12,7 @@ use crate::arena::Arena;
 use crate::epoch::Pin;
 use crate::index::{Limbo, Retired};
 use crate::keys::{Keys, Registration};
+use crate::simd::prefetch;
 use crate::sync::{AtomicU64, AtomicUsize, Ordering, Step, fence, omitted};
 use crate::table::{Level, Records, Table};
 
@@ -94,6 +95,25 @@ impl Contents {
 
     pub(crate) fn find(&self, text: &Text<'_>, _pin: &Pin<'_>) -> Option<u32> {
         self.table.find(text.hash, self, |id| self.compare(id, text) == Comparison::Equal)
+    }
+
+    /// Asks for the cache lines that [`compare`](Self::compare) will read.
+    pub(crate) fn prefetch(&self, id: u32) {
+        self.arena.words(id).chunks(8).for_each(|line| prefetch(&line[0]));
+    }
+
+    /// Asks for the node of the newest holder.
+    pub(crate) fn prefetch_holder(&self, id: u32) {
+        let top = self.head(id);
+        if top != 0 {
+            prefetch(&self.nodes.words(top)[0]);
+        }
+    }
+
+    /// The key of the newest holder, which may be stale.
+    pub(crate) fn newest_holder(&self, id: u32) -> Option<u32> {
+        let top = self.head(id);
+        (top != 0).then(|| self.node(top).key)
     }
 
     /// Whether a key holds the content or is about to.

@@ -3,7 +3,7 @@
 //! A Bloom filter whose bits for one hash lie in one word, so that a test is one load. Bits are only ever
 //! set; a rebuild of the table starts a new filter. No false negatives.
 
-use crate::simd::{Simd, per_simd};
+use crate::simd::{Simd, per_simd, prefetch};
 use crate::sync::{AtomicU64, Ordering, zeroed_slice_box};
 
 pub(crate) struct Filter {
@@ -12,7 +12,7 @@ pub(crate) struct Filter {
 }
 
 impl Filter {
-    /// Room for `entries`, with 16 to 32 bits for each.
+    /// Room for `entries`, with 8 to 16 bits for each.
     pub(crate) fn for_entries(entries: usize) -> Self {
         let words = (entries / 8).next_power_of_two().max(2);
         Self { words: zeroed_slice_box(words), shift: 64 - words.ilog2() }
@@ -32,6 +32,7 @@ impl Filter {
 
     /// Writes the places in `hashes` of those that may have been added to the front of `places`; returns their number.
     pub(crate) fn select(&self, simd: Simd, hashes: &[u64], places: &mut [u32]) -> usize {
+        let select = if self.words.len() < LARGE { select } else { select_large };
         select(simd, &self.words, self.shift, hashes, places)
     }
 
@@ -47,17 +48,32 @@ impl Filter {
     }
 }
 
+/// A filter of this many words or more is likely not to be in the L2 cache in whole.
+const LARGE: usize = (512 << 10) / size_of::<u64>();
+
+/// How many hashes ahead of its test a word of a large filter is asked for.
+const AHEAD: usize = 32;
+
 per_simd! {
-    fn select(words: &[AtomicU64], shift: u32, hashes: &[u64], places: &mut [u32]) -> usize = select_body;
+    fn select(words: &[AtomicU64], shift: u32, hashes: &[u64], places: &mut [u32]) -> usize
+        = |words, shift, hashes, places| select_body::<false>(words, shift, hashes, places);
+}
+
+per_simd! {
+    fn select_large(words: &[AtomicU64], shift: u32, hashes: &[u64], places: &mut [u32]) -> usize
+        = |words, shift, hashes, places| select_body::<true>(words, shift, hashes, places);
 }
 
 // It must take on its callers' instruction sets.
 #[expect(clippy::inline_always)]
 #[inline(always)]
-fn select_body(words: &[AtomicU64], shift: u32, hashes: &[u64], places: &mut [u32]) -> usize {
+fn select_body<const LARGE: bool>(words: &[AtomicU64], shift: u32, hashes: &[u64], places: &mut [u32]) -> usize {
     let places = &mut places[..hashes.len()];
     let mut selected = 0;
     for (place, &hash) in hashes.iter().enumerate() {
+        if LARGE && let Some(&ahead) = hashes.get(place + AHEAD) {
+            prefetch(&words[(ahead >> shift) as usize]);
+        }
         // Always written, kept if selected: no branch to mispredict.
         places[selected] = place as u32;
         let word = words[(hash >> shift) as usize].load(Ordering::Relaxed);

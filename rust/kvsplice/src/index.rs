@@ -306,55 +306,77 @@ impl Index {
         let pin = self.limbo.pin();
         let name = ScopeName::new(self.secret, scope);
         let Some(scope) = self.scopes.find(&name, &pin) else { return hits };
-        let level = self.contents.level();
         let mut seen = HashSet::new();
-        let mut scratch = Scratch::default();
-        let step = self.roller.block_len();
-        let windows = self.roller.windows(tokens.len());
-        let mut values = vec![0; step.min(windows)];
-        let mut offsets = vec![0u32; step.min(windows)];
-        for first in (0..windows).step_by(step) {
-            let values = &mut values[..step.min(windows - first)];
-            // Three passes, each over what the one before left: cheap tests without branches, so that cache misses
-            // overlap; then the few offsets that are likely hits.
-            self.roller.folded_block(name.key, &tokens[first..], &mut scratch, values);
-            let left = level.filter().select(self.simd, values, &mut offsets);
-            let mut likely = 0;
-            for n in 0..left {
-                let offset = offsets[n];
-                offsets[likely] = offset;
-                likely += usize::from(!level.home_rejects(values[offset as usize]));
-            }
-            for &offset in &offsets[..likely] {
-                let cur_start = first + offset as usize;
-                let window = &tokens[cur_start..][..self.config.chunk_size];
-                let text = Text { hash: values[offset as usize], scope, tokens: window };
-                level.probe(text.hash, |content| {
-                    if !options.every_occurrence && seen.contains(&content) {
-                        return ControlFlow::<()>::Continue(());
-                    }
-                    match self.contents.compare(content, &text) {
-                        Comparison::Equal => {
-                            let before = hits.len();
-                            self.report(content, cur_start, options, &mut hits);
-                            if hits.len() > before {
-                                seen.insert(content);
-                            }
+        for group in self.candidates(tokens, &name).chunks(GROUP) {
+            self.prefetch(group);
+            for candidate in group {
+                if !options.every_occurrence && seen.contains(&candidate.content) {
+                    continue;
+                }
+                let window = &tokens[candidate.offset..][..self.config.chunk_size];
+                let text = Text { hash: candidate.hash, scope, tokens: window };
+                match self.contents.compare(candidate.content, &text) {
+                    Comparison::Equal => {
+                        if self.report(candidate, options, &mut hits) {
+                            seen.insert(candidate.content);
                         }
-                        Comparison::Collision => count(&self.counters.rejected_collisions, 1),
-                        Comparison::Other => {}
                     }
-                    ControlFlow::Continue(())
-                });
+                    Comparison::Collision => count(&self.counters.rejected_collisions, 1),
+                    Comparison::Other => {}
+                }
             }
         }
-        drop(pin);
         hits
     }
 
-    fn report(&self, content: u32, cur_start: usize, options: Options, hits: &mut Vec<Hit>) {
+    /// The offsets of `tokens` at which the table names a content, in order. Nearly all of them are hits.
+    fn candidates(&self, tokens: &[u32], scope: &ScopeName) -> Vec<Candidate> {
+        let level = self.contents.level();
+        let mut candidates = Vec::new();
+        let mut scratch = Scratch::default();
+        let step = self.roller.block_len();
+        let windows = self.roller.windows(tokens.len());
+        let mut hashes = vec![0; step.min(windows)];
+        let mut places = vec![0u32; step.min(windows)];
+        for first in (0..windows).step_by(step) {
+            let hashes = &mut hashes[..step.min(windows - first)];
+            // Three passes, each over what the one before left: tests without branches, so that cache misses
+            // overlap; then the few offsets that are left.
+            self.roller.folded_block(scope.key, &tokens[first..], &mut scratch, hashes);
+            let selected = level.filter().select(self.simd, hashes, &mut places);
+            let mut likely = 0;
+            for n in 0..selected {
+                let place = places[n];
+                places[likely] = place;
+                likely += usize::from(!level.home_rejects(hashes[place as usize]));
+            }
+            for &place in &places[..likely] {
+                let hash = hashes[place as usize];
+                level.probe(hash, |content| {
+                    candidates.push(Candidate { offset: first + place as usize, hash, content });
+                    ControlFlow::<()>::Continue(())
+                });
+            }
+        }
+        candidates
+    }
+
+    /// Asks for all that the verification of some candidates will read, each step for all of them before the next, so
+    /// that their cache misses overlap.
+    fn prefetch(&self, group: &[Candidate]) {
+        group.iter().for_each(|candidate| self.contents.prefetch(candidate.content));
+        group.iter().for_each(|candidate| self.contents.prefetch_holder(candidate.content));
+        let holders = || group.iter().filter_map(|candidate| self.contents.newest_holder(candidate.content));
+        holders().for_each(|key| self.keys.prefetch(key));
+        holders().for_each(|key| self.keys.prefetch_chunk_hash(key));
+    }
+
+    /// Appends the holders of a candidate that proved right; whether there are any.
+    fn report(&self, candidate: &Candidate, options: Options, hits: &mut Vec<Hit>) -> bool {
+        let before = hits.len();
+        let cur_start = candidate.offset;
         let mut reported = HashSet::new();
-        self.contents.visit_holders(content, &self.keys, |key, old_start| {
+        self.contents.visit_holders(candidate.content, &self.keys, |key, old_start| {
             if options.all_holders && !reported.insert(key) {
                 return ControlFlow::Continue(());
             }
@@ -363,6 +385,7 @@ impl Index {
             hits.push(Hit { old_start, cur_start, len: self.config.chunk_size, chunk_hash });
             if options.all_holders { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         });
+        hits.len() > before
     }
 
     /// Evicts the given chunk hashes of `scope`; returns how many were registered.
@@ -588,6 +611,16 @@ impl Index {
         Ok(())
     }
 }
+
+/// A content that the table names for an offset of a query.
+struct Candidate {
+    offset: usize,
+    hash: u64,
+    content: u32,
+}
+
+/// Candidates that are verified together.
+const GROUP: usize = 16;
 
 struct EnteredScope {
     id: u32,

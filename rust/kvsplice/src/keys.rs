@@ -9,6 +9,7 @@ use crate::epoch::Pin;
 use crate::hash::hash_words;
 use crate::index::{Limbo, Retired};
 use crate::scopes::Scopes;
+use crate::simd::prefetch;
 use crate::sync::{AtomicU64, AtomicUsize, Ordering, Step, omitted};
 use crate::table::{Records, Table};
 
@@ -219,6 +220,16 @@ impl Keys {
             part.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
         }
         ChunkHash { len: place.len as u8, bytes }
+    }
+
+    /// Asks for a key's record.
+    pub(crate) fn prefetch(&self, id: u32) {
+        prefetch(&self.records.words(id)[STATE]);
+    }
+
+    /// Asks for a key's chunk hash.
+    pub(crate) fn prefetch_chunk_hash(&self, id: u32) {
+        prefetch(&self.key_words(self.place(id))[0]);
     }
 
     /// Whether `incarnation` of the key is registered or being registered.
