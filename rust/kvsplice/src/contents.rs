@@ -14,7 +14,7 @@ use crate::index::{Limbo, Retired};
 use crate::keys::{Keys, Registration};
 use crate::simd::prefetch;
 use crate::sync::{AtomicU64, AtomicUsize, Ordering, Step, fence, omitted};
-use crate::table::{Level, Records, Table};
+use crate::table::{Level, Load, Records, Table};
 
 /// Words of a content. Its tokens follow, two in a word.
 const HEAD: usize = 0;
@@ -68,7 +68,7 @@ impl Contents {
         Self {
             arena: Arena::new(TOKENS + chunk.div_ceil(2)),
             nodes: Arena::new(2),
-            table: Table::new(true),
+            table: Table::new(Load::SPARSE),
             live: AtomicUsize::new(0),
         }
     }

@@ -20,8 +20,9 @@ impl Filter {
 
     #[inline]
     fn place(&self, hash: u64) -> (usize, u64) {
-        // The word comes from the high bits, the bits in it from the low ones.
-        ((hash >> self.shift) as usize, (1 << (hash & 63)) | (1 << ((hash >> 6) & 63)))
+        // All from the high half of the hash, which is all that a table keeps of it: the word from its upper bits, the
+        // bits in it from its lower ones.
+        ((hash >> self.shift) as usize, (1 << ((hash >> 32) & 63)) | (1 << ((hash >> 38) & 63)))
     }
 
     /// Whether `hash` may have been added.
@@ -77,7 +78,7 @@ fn select_body<const LARGE: bool>(words: &[AtomicU64], shift: u32, hashes: &[u64
         // Always written, kept if selected: no branch to mispredict.
         places[selected] = place as u32;
         let word = words[(hash >> shift) as usize].load(Ordering::Relaxed);
-        selected += ((word >> (hash & 63)) & (word >> ((hash >> 6) & 63)) & 1) as usize;
+        selected += ((word >> ((hash >> 32) & 63)) & (word >> ((hash >> 38) & 63)) & 1) as usize;
     }
     selected
 }

@@ -73,14 +73,13 @@ impl Roller {
     /// # Panics
     /// If `out` is longer than a block, or `tokens` is shorter than `out.len() + chunk - 1`.
     pub fn block(&self, tokens: &[u32], scratch: &mut Scratch, out: &mut [u64]) {
-        let (tokens, sums) = self.prepare(tokens, scratch, out.len());
-        plain_block(self.simd, tokens, &self.down, &self.up, sums, out);
+        self.keyed_block(0, tokens, scratch, out);
     }
 
-    /// As [`block`](Self::block), with each value [folded](fold) under `key`.
-    pub(crate) fn folded_block(&self, key: u64, tokens: &[u32], scratch: &mut Scratch, out: &mut [u64]) {
+    /// As [`block`](Self::block), with `key` added to each value by exclusive or.
+    pub(crate) fn keyed_block(&self, key: u64, tokens: &[u32], scratch: &mut Scratch, out: &mut [u64]) {
         let (tokens, sums) = self.prepare(tokens, scratch, out.len());
-        folded_block(self.simd, key, tokens, &self.down, &self.up, sums, out);
+        block(self.simd, key, tokens, &self.down, &self.up, sums, out);
     }
 
     fn prepare<'a>(&self, tokens: &'a [u32], scratch: &'a mut Scratch, out: usize) -> (&'a [u32], &'a mut [u64]) {
@@ -118,19 +117,13 @@ impl Roller {
 }
 
 per_simd! {
-    fn plain_block(tokens: &[u32], down: &[u64], up: &[u64], sums: &mut [u64], out: &mut [u64])
-        = |tokens, down, up, sums, out| block_body(None, tokens, down, up, sums, out);
-}
-
-per_simd! {
-    fn folded_block(key: u64, tokens: &[u32], down: &[u64], up: &[u64], sums: &mut [u64], out: &mut [u64])
-        = |key, tokens, down, up, sums, out| block_body(Some(key), tokens, down, up, sums, out);
+    fn block(key: u64, tokens: &[u32], down: &[u64], up: &[u64], sums: &mut [u64], out: &mut [u64]) = block_body;
 }
 
 // It must take on its callers' instruction sets.
 #[expect(clippy::inline_always)]
 #[inline(always)]
-fn block_body(fold_with: Option<u64>, tokens: &[u32], down: &[u64], up: &[u64], sums: &mut [u64], out: &mut [u64]) {
+fn block_body(key: u64, tokens: &[u32], down: &[u64], up: &[u64], sums: &mut [u64], out: &mut [u64]) {
     let mut sum = 0u64;
     let (first, rest) = sums.split_first_mut().expect("one more sum than tokens");
     *first = 0;
@@ -140,8 +133,7 @@ fn block_body(fold_with: Option<u64>, tokens: &[u32], down: &[u64], up: &[u64], 
     }
     let late = &sums[tokens.len() + 1 - out.len()..];
     for (((value, &before), &after), &power) in out.iter_mut().zip(sums.iter()).zip(late).zip(up) {
-        let plain = after.wrapping_sub(before).wrapping_mul(power);
-        *value = fold_with.map_or(plain, |key| fold(plain ^ key));
+        *value = after.wrapping_sub(before).wrapping_mul(power) ^ key;
     }
 }
 
@@ -158,7 +150,7 @@ fn inverse(odd: u64) -> u64 {
 pub(crate) struct Secrets {
     /// Base of the polynomial.
     pub(crate) base: u64,
-    /// Odd factor that spreads fingerprints over the table.
+    /// Odd factor that makes the high half of a hash depend on all of the fingerprint.
     pub(crate) factor: u64,
     /// Key of the hash of chunk hashes and scopes.
     pub(crate) key: u64,
@@ -183,12 +175,6 @@ pub(crate) fn splitmix(state: &mut u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
-}
-
-/// Makes the low half of a product depend on all of its factors' bits. A bijection.
-#[inline]
-pub(crate) fn fold(product: u64) -> u64 {
-    product ^ (product >> 32)
 }
 
 /// Hash of some words under a key.

@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use crate::contents::{Comparison, Contents, Text};
 use crate::epoch::{Epoch, Pin};
 use crate::error::Error;
-use crate::hash::{Roller, Scratch, Secrets, fold};
+use crate::hash::{Roller, Scratch, Secrets};
 use crate::keys::{ChunkHash, KeyName, Keys, MAX_CHUNK_HASH_BYTES, Phase};
 use crate::scopes::{ScopeName, Scopes};
 use crate::simd::Simd;
@@ -247,7 +247,7 @@ impl Index {
         let pin = self.limbo.pin();
         let key = KeyName::new(scope.id, scope.name.key, chunk_hash);
         let text = || {
-            let hash = fold(self.roller.single(window) ^ scope.name.key);
+            let hash = self.roller.single(window) ^ scope.name.key;
             Text { hash, scope: scope.id, tokens: window }
         };
         if self.config.dedup_content
@@ -342,7 +342,7 @@ impl Index {
             let hashes = &mut hashes[..step.min(windows - first)];
             // Three passes, each over what the one before left: tests without branches, so that cache misses
             // overlap; then the few offsets that are left.
-            self.roller.folded_block(scope.key, &tokens[first..], &mut scratch, hashes);
+            self.roller.keyed_block(scope.key, &tokens[first..], &mut scratch, hashes);
             let selected = level.filter().select(self.simd, hashes, &mut places);
             let mut likely = 0;
             for n in 0..selected {

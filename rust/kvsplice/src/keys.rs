@@ -11,7 +11,7 @@ use crate::index::{Limbo, Retired};
 use crate::scopes::Scopes;
 use crate::simd::prefetch;
 use crate::sync::{AtomicU64, AtomicUsize, Ordering, Step, omitted};
-use crate::table::{Records, Table};
+use crate::table::{Load, Records, Table};
 
 /// The longest chunk hash, in bytes.
 pub const MAX_CHUNK_HASH_BYTES: usize = 64;
@@ -183,7 +183,7 @@ impl Keys {
         Self {
             records: Arena::new(STRIDE),
             bytes: SIZES.map(Arena::new),
-            table: Table::new(false),
+            table: Table::new(Load::DENSE),
             existing: AtomicUsize::new(0),
             hand: AtomicU64::new(0),
         }

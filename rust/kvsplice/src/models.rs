@@ -13,7 +13,7 @@ use loom::thread;
 
 use crate::epoch::Epoch;
 use crate::sync::{AtomicU32, AtomicU64, Ordering, Step, fault};
-use crate::table::{Records, Table};
+use crate::table::{Load, Records, Table};
 use crate::{Config, Index, Options};
 
 /// Runs a model as it is, and once more without `step`: then it must fail.
@@ -92,7 +92,7 @@ const BEFORE: [u32; 2] = [1, 3];
 #[test]
 fn what_is_inserted_during_a_rebuild_is_found() {
     explore(3, Step::FollowRebuild, || {
-        let shared = Arc::new((Table::new(true), Toys::new(&KEYS)));
+        let shared = Arc::new((Table::new(Load::SPARSE), Toys::new(&KEYS)));
         let (table, toys) = &*shared;
         BEFORE.into_iter().for_each(|id| toys.insert(table, id).unwrap());
         let other = thread::spawn({
@@ -113,7 +113,7 @@ fn what_is_inserted_during_a_rebuild_is_found() {
 #[test]
 fn what_is_erased_during_a_rebuild_stays_away() {
     explore(3, Step::RecheckAfterInsert, || {
-        let shared = Arc::new((Table::new(false), Toys::new(&KEYS)));
+        let shared = Arc::new((Table::new(Load::SPARSE), Toys::new(&KEYS)));
         let (table, toys) = &*shared;
         BEFORE.into_iter().for_each(|id| toys.insert(table, id).unwrap());
         let other = thread::spawn({
@@ -130,7 +130,7 @@ fn what_is_erased_during_a_rebuild_stays_away() {
 #[test]
 fn of_two_insertions_of_one_key_one_wins() {
     explore(2, Step::LookBeforeClaim, || {
-        let shared = Arc::new((Table::new(false), Toys::new(&KEYS)));
+        let shared = Arc::new((Table::new(Load::SPARSE), Toys::new(&KEYS)));
         let (table, toys) = &*shared;
         BEFORE.into_iter().for_each(|id| toys.insert(table, id).unwrap());
         let other = thread::spawn({

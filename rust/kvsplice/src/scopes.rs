@@ -8,7 +8,7 @@ use crate::epoch::Pin;
 use crate::hash::hash_words;
 use crate::index::{Limbo, Retired};
 use crate::sync::{AtomicUsize, Ordering};
-use crate::table::{Records, Table};
+use crate::table::{Load, Records, Table};
 
 /// Words of a record.
 const REFERENCES: usize = 0;
@@ -42,7 +42,7 @@ pub(crate) struct Scopes {
 
 impl Scopes {
     pub(crate) fn new(secret: u64) -> Self {
-        Self { arena: Arena::new(STRIDE), table: Table::new(false), secret, live: AtomicUsize::new(0) }
+        Self { arena: Arena::new(STRIDE), table: Table::new(Load::DENSE), secret, live: AtomicUsize::new(0) }
     }
 
     fn digest(&self, id: u32) -> [u64; 4] {

@@ -1,9 +1,10 @@
 //! A lock-free table of hints: hash → ids.
 //!
-//! A *level* is an array of buckets, each one cache line of eight words `[tag | id]`. A hash has a home bucket; a
-//! full bucket spills into the next. A slot goes from empty to a word to a tombstone and never back, so a probe
-//! that meets an empty slot has seen all there is. When half of a level's slots were used, a new level is built
-//! beside it, sized by what lives, and takes its place.
+//! A *level* is an array of buckets, each one cache line of eight words `[high half of the hash | id]`. The high half
+//! also determines the home bucket, so a word can move to another level by itself. A full bucket spills into the
+//! next. A slot goes from empty to a word to a tombstone and never back, so a probe that meets an empty slot has seen
+//! all there is. When enough of a level's slots were used, a new level is built beside it, sized by what lives,
+//! and takes its place.
 //!
 //! The table holds no truth. An id found here is a candidate; whether its record lives and is the one
 //! sought is for the caller to check, through [`Records`]. What the table does promise:
@@ -43,7 +44,9 @@ const LEAST_BUCKETS: usize = 2;
 
 const EMPTY: u64 = 0;
 /// Id 0 names nothing, so no word looks like this.
-const TOMBSTONE: u64 = u64::MAX << 32;
+const TOMBSTONE: u64 = HIGH;
+
+const HIGH: u64 = u64::MAX << 32;
 
 /// The records that a table's ids name. All methods are called under a pin.
 pub(crate) trait Records {
@@ -83,20 +86,22 @@ enum Claim {
 }
 
 fn word(hash: u64, id: u32) -> u64 {
-    (hash << 32) | u64::from(id)
+    (hash & HIGH) | u64::from(id)
 }
 
-fn tag_agrees(word: u64, hash: u64) -> bool {
-    (word >> 32) as u32 == hash as u32 && word as u32 != 0
+/// Whether a word is of a record whose hash has the same high half.
+fn agrees(word: u64, hash: u64) -> bool {
+    word & HIGH == hash & HIGH && word as u32 != 0
 }
 
 impl Level {
-    /// A level that is half full at `entries`.
-    fn for_entries(entries: usize, filtered: bool) -> Self {
-        let buckets = (2 * entries).div_ceil(BUCKET).max(LEAST_BUCKETS);
+    /// A level that is to be replaced at `entries`.
+    fn for_entries(entries: usize, load: Load) -> Self {
+        let slots = (entries * load.of).div_ceil(load.full);
+        let buckets = slots.div_ceil(BUCKET).max(LEAST_BUCKETS);
         let blocks = buckets.div_ceil(BLOCK);
         Self {
-            filter: Filter::for_entries(if filtered { buckets * BUCKET / 2 } else { 0 }),
+            filter: Filter::for_entries(if load.filtered { buckets * BUCKET * load.full / load.of } else { 0 }),
             buckets: zeroed_slice_box(buckets),
             used: AtomicUsize::new(0),
             next: Next::new(),
@@ -111,7 +116,7 @@ impl Level {
 
     #[inline]
     fn home(&self, hash: u64) -> usize {
-        // The high half of the hash, scaled to the number of buckets.
+        // Scaled to the number of buckets.
         (((hash >> 32) * self.buckets.len() as u64) >> 32) as usize
     }
 
@@ -119,7 +124,7 @@ impl Level {
         &self.filter
     }
 
-    /// Whether `hash`'s home bucket rules nothing in: no tag agrees and it has spilled nothing.
+    /// Whether `hash`'s home bucket rules nothing in: no word agrees and it has spilled nothing.
     ///
     /// Free of branches, so that the cache misses of neighbouring calls overlap.
     #[inline]
@@ -128,7 +133,7 @@ impl Level {
         let mut spilled = true;
         for slot in &self.buckets[self.home(hash)].0 {
             let word = slot.load(Ordering::Relaxed);
-            agrees |= (word >> 32) as u32 == hash as u32;
+            agrees |= word & HIGH == hash & HIGH;
             spilled &= word != EMPTY;
         }
         !(agrees | spilled)
@@ -140,7 +145,7 @@ impl Level {
         after.iter().chain(before).flat_map(|bucket| &bucket.0)
     }
 
-    /// Calls `visit` with each id whose tag agrees with `hash`.
+    /// Calls `visit` with each id whose word agrees with `hash`.
     #[inline]
     pub(crate) fn probe<B>(&self, hash: u64, mut visit: impl FnMut(u32) -> ControlFlow<B>) -> Option<B> {
         for slot in self.probe_order(hash) {
@@ -148,7 +153,7 @@ impl Level {
             if word == EMPTY {
                 break;
             }
-            if tag_agrees(word, hash)
+            if agrees(word, hash)
                 && let ControlFlow::Break(found) = visit(word as u32)
             {
                 return Some(found);
@@ -174,7 +179,7 @@ impl Level {
             if seen == mine {
                 return Claim::Done;
             }
-            if tag_agrees(seen, hash) && !omitted(Step::LookBeforeClaim) && records.same(id, seen as u32) {
+            if agrees(seen, hash) && !omitted(Step::LookBeforeClaim) && records.same(id, seen as u32) {
                 return Claim::Exists(seen as u32);
             }
         }
@@ -201,16 +206,30 @@ impl Level {
     }
 }
 
+/// How full a table may get, as a fraction of its slots, and whether it has a filter.
+#[derive(Clone, Copy)]
+pub(crate) struct Load {
+    full: usize,
+    of: usize,
+    filtered: bool,
+}
+
+impl Load {
+    /// For a table that is asked mostly for what it does not hold, and often.
+    pub(crate) const SPARSE: Self = Self { full: 1, of: 2, filtered: true };
+    /// For a table that is asked mostly for what it holds.
+    pub(crate) const DENSE: Self = Self { full: 3, of: 4, filtered: false };
+}
+
 pub(crate) struct Table {
     current: Swap<Level>,
-    filtered: bool,
+    load: Load,
     rebuilds: AtomicU64,
 }
 
 impl Table {
-    /// Only a table that is asked mostly for what it does not hold needs its filter.
-    pub(crate) fn new(filtered: bool) -> Self {
-        Self { current: Swap::new(Level::for_entries(1, filtered)), filtered, rebuilds: AtomicU64::new(0) }
+    pub(crate) fn new(load: Load) -> Self {
+        Self { current: Swap::new(Level::for_entries(1, load)), load, rebuilds: AtomicU64::new(0) }
     }
 
     /// What readers probe. It stays complete for all that was inserted before it was loaded.
@@ -230,6 +249,10 @@ impl Table {
             fence(Ordering::SeqCst);
             let Some(next) = level.next.get() else { return Some(found) };
             found = Self::copy_word(&next, hash, found, records);
+            fence(Ordering::SeqCst);
+            if records.hash_of(found).is_none() {
+                Self::erase_from(&next, hash, found);
+            }
             level = next;
         }
     }
@@ -249,7 +272,7 @@ impl Table {
                 Claim::Full => self.rebuild_now(records),
             }
         };
-        self.keep_half_empty(records);
+        self.keep_room(records);
         // A copier may have written the word again after an eraser looked for it, and so may we. Both
         // look at the record once more: it is dead, or the eraser comes after us.
         fence(Ordering::SeqCst);
@@ -283,9 +306,11 @@ impl Table {
 
     /// Removes the word of a record that is dead already.
     pub(crate) fn erase(&self, hash: u64, id: u32) {
-        // The record's death comes before our look at the slots: see `insert`.
+        let current = self.current.load();
+        // The record's death and the choice of the level come before our look at the slots: see `insert` and
+        // `copy_block`.
         fence(Ordering::SeqCst);
-        Self::erase_from(&self.current.load(), hash, id);
+        Self::erase_from(&current, hash, id);
     }
 
     fn erase_from(start: &Arc<Level>, hash: u64, id: u32) {
@@ -300,10 +325,10 @@ impl Table {
         }
     }
 
-    /// Starts a rebuild when half of the slots were used, and copies a block of one that is under way.
-    fn keep_half_empty(&self, records: &impl Records) {
+    /// Starts a rebuild when enough slots were used, and copies a block of one that is under way.
+    fn keep_room(&self, records: &impl Records) {
         let level = self.current.load();
-        if level.used.load(Ordering::Relaxed) * 2 <= level.slots() {
+        if level.used.load(Ordering::Relaxed) * self.load.of <= level.slots() * self.load.full {
             return;
         }
         let next = self.next_of(&level, records);
@@ -314,7 +339,7 @@ impl Table {
             level.copied.iter().position(|done| done.load(Ordering::Acquire) == 0)
         };
         if let Some(block) = block {
-            Self::copy_block(&level, &next, block, records);
+            self.copy_block(&level, &next, block, records);
         }
         self.finish(&level, next);
     }
@@ -324,40 +349,52 @@ impl Table {
             if let Some(next) = level.next.get() {
                 return next;
             }
-            // Half as much again as lives now, until the new level is half full in its turn.
-            level.next.set(Arc::new(Level::for_entries(records.live() * 3 / 2, self.filtered)));
+            // Room for half as much again as lives now.
+            level.next.set(Arc::new(Level::for_entries(records.live() * 3 / 2, self.load)));
         }
     }
 
-    fn copy_block(level: &Level, next: &Arc<Level>, block: usize, records: &impl Records) {
-        // Pairs with the fence in `insert_from`.
-        fence(Ordering::SeqCst);
+    fn copy_block(&self, level: &Arc<Level>, next: &Arc<Level>, block: usize, records: &impl Records) {
         let first = block * BLOCK;
         let last = (first + BLOCK).min(level.buckets.len());
-        for slot in level.buckets[first..last].iter().flat_map(|bucket| &bucket.0) {
-            let id = slot.load(Ordering::Acquire) as u32;
-            if id == 0 {
-                continue;
+        let slots = || level.buckets[first..last].iter().flat_map(|bucket| &bucket.0);
+        // Pairs with the fence in `insert_from`.
+        fence(Ordering::SeqCst);
+        let mut copied = [(&level.buckets[first].0[0], EMPTY); BLOCK * BUCKET];
+        let mut count = 0;
+        for slot in slots() {
+            let word = slot.load(Ordering::Acquire);
+            if word as u32 != 0 && Self::copy_word(next, word, word as u32, records) == word as u32 {
+                copied[count] = (slot, word);
+                count += 1;
             }
-            let Some(hash) = records.hash_of(id) else { continue };
-            Self::copy_word(next, hash, id, records);
+        }
+        // Whoever erased one of these meanwhile began with this level, and then it is gone here; or it began with the
+        // next, and then that has become the current one. Otherwise the eraser comes after us.
+        fence(Ordering::SeqCst);
+        let still_current = Arc::ptr_eq(&self.current.load(), level);
+        for &(slot, word) in &copied[..count] {
+            let id = word as u32;
+            let erased = if still_current {
+                slot.load(Ordering::Acquire) != word
+            } else {
+                !records.hash_of(id).is_some_and(|hash| agrees(word, hash))
+            };
+            if erased && !omitted(Step::RecheckAfterInsert) {
+                Self::erase_from(next, word, id);
+            }
         }
         level.copied[block].store(1, Ordering::Release);
     }
 
     /// Writes a word into a new level, or returns the record that is there instead.
-    fn copy_word(next: &Arc<Level>, hash: u64, id: u32, records: &impl Records) -> u32 {
+    fn copy_word(next: &Level, hash: u64, id: u32, records: &impl Records) -> u32 {
         match next.claim(hash, id, records) {
-            Claim::Exists(other) => return other,
+            Claim::Done => id,
+            Claim::Exists(other) => other,
             // Writers leave an eighth of a level free, and it was made for half as much again as lives.
             Claim::Full => unreachable!("no room in a new level"),
-            Claim::Done => {}
         }
-        fence(Ordering::SeqCst);
-        if records.hash_of(id) != Some(hash) && !omitted(Step::RecheckAfterInsert) {
-            Self::erase_from(next, hash, id);
-        }
-        id
     }
 
     fn finish(&self, level: &Arc<Level>, next: Arc<Level>) {
@@ -376,7 +413,7 @@ impl Table {
         level.cursor.store(level.copied.len(), Ordering::Relaxed);
         for (block, done) in level.copied.iter().enumerate() {
             if done.load(Ordering::Acquire) == 0 {
-                Self::copy_block(&level, &next, block, records);
+                self.copy_block(&level, &next, block, records);
             }
         }
         self.finish(&level, next);
@@ -403,7 +440,7 @@ impl Table {
                 let Some(hash) = records.hash_of(id) else {
                     return Err(format!("level {n} holds the dead record {id}"));
                 };
-                if !tag_agrees(word, hash) {
+                if !agrees(word, hash) {
                     return Err(format!("level {n} holds record {id} under another hash"));
                 }
                 if !seen.insert(id) {
