@@ -36,7 +36,8 @@ fn chunk_hash(n: usize) -> [u8; 32] {
 
 /// An index of `entries` chunks, and the text of every chunk that is asked for again.
 fn filled(entries: usize, chunk: usize, keep: usize) -> (Index, Vec<u32>) {
-    let index = Index::new(Config { chunk_size: chunk, capacity: entries, seed: Some(1), ..Config::default() }).unwrap();
+    let index =
+        Index::new(Config { chunk_size: chunk, capacity: entries, seed: Some(1), ..Config::default() }).unwrap();
     let mut text = Text(7);
     let mut kept = Vec::new();
     let stride = (entries / keep.max(1)).max(1);

@@ -6,6 +6,18 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = [
+    "MAX_CHUNK_HASH_BYTES",
+    "Index",
+    "__version__",
+    "base_for_seed",
+    "chunk_fingerprints",
+    "coverage",
+    "non_overlapping",
+    "rolling_fingerprints",
+    "simd",
+]
+
 __version__: str
 MAX_CHUNK_HASH_BYTES: int
 

@@ -37,9 +37,11 @@ pub(crate) fn bytes(name: &str, object: &Bound<'_, PyAny>) -> PyResult<PyBackedB
 
 /// A sequence of bytes.
 pub(crate) fn chunk_hashes(object: &Bound<'_, PyAny>) -> PyResult<Vec<PyBackedBytes>> {
-    let single =
-        object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>() || object.is_instance_of::<PyString>();
-    let refuse = || PyTypeError::new_err(format!("chunk_hashes must be a sequence of bytes, not {}", type_name(object)));
+    let single = object.is_instance_of::<PyBytes>()
+        || object.is_instance_of::<PyByteArray>()
+        || object.is_instance_of::<PyString>();
+    let refuse =
+        || PyTypeError::new_err(format!("chunk_hashes must be a sequence of bytes, not {}", type_name(object)));
     if single {
         return Err(refuse());
     }

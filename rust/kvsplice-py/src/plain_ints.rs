@@ -39,7 +39,9 @@ fn read(py: Python<'_>, items: impl Iterator<Item = *mut ffi::PyObject>, tokens:
         }
         // SAFETY: as above. An exact int: no `__index__` is called.
         let value = unsafe { ffi::PyLong_AsLongLong(item) };
-        let Ok(token) = u32::try_from(value) else { break };
+        let Ok(token) = u32::try_from(value) else {
+            break;
+        };
         tokens.push(token);
     }
     // An int out of range, and only that, may have left an exception.

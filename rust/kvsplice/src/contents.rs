@@ -122,13 +122,7 @@ impl Contents {
     }
 
     /// Makes `registration` a holder of `text`, whose content is made if there is none. Returns the content.
-    pub(crate) fn hold(
-        &self,
-        text: &Text<'_>,
-        registration: &Registration,
-        pin: &Pin<'_>,
-        limbo: &Limbo,
-    ) -> u32 {
+    pub(crate) fn hold(&self, text: &Text<'_>, registration: &Registration, pin: &Pin<'_>, limbo: &Limbo) -> u32 {
         let node = self.new_node(registration.key, registration.incarnation);
         loop {
             if let Some(id) = self.find(text, pin) {
@@ -297,8 +291,7 @@ impl Contents {
         let mut new_top = 0;
         for node in kept.iter().rev() {
             let copy = self.new_node(node.key, node.incarnation);
-            self.nodes.words(copy)[NEXT_KEY]
-                .store((u64::from(new_top) << 32) | u64::from(node.key), Ordering::Relaxed);
+            self.nodes.words(copy)[NEXT_KEY].store((u64::from(new_top) << 32) | u64::from(node.key), Ordering::Relaxed);
             new_top = copy;
         }
         // An empty stack would be the content's end: that is for `pop_stale` to decide.

@@ -52,7 +52,7 @@ impl<T> Epoch<T> {
     /// Goes round again only when the epoch moved between two neighbouring instructions; the epoch moves at most once
     /// in [`COLLECT_EVERY`] retirements.
     pub(crate) fn pin(&self) -> Pin<'_> {
-        let stripe = thread_stripe() % STRIPES;
+        let stripe = thread_stripe(STRIPES);
         loop {
             let epoch = self.now.load(Ordering::Relaxed);
             let cell: &AtomicUsize = &self.pinned[(epoch % 3) as usize][stripe];

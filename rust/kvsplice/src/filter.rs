@@ -57,12 +57,12 @@ const AHEAD: usize = 32;
 
 per_simd! {
     fn select(words: &[AtomicU64], shift: u32, hashes: &[u64], places: &mut [u32]) -> usize
-        = |words, shift, hashes, places| select_body::<false>(words, shift, hashes, places);
+        = select_body::<false>;
 }
 
 per_simd! {
     fn select_large(words: &[AtomicU64], shift: u32, hashes: &[u64], places: &mut [u32]) -> usize
-        = |words, shift, hashes, places| select_body::<true>(words, shift, hashes, places);
+        = select_body::<true>;
 }
 
 // It must take on its callers' instruction sets.

@@ -256,7 +256,9 @@ impl Index {
         {
             return false;
         }
-        let Some(claim) = self.keys.claim(&key, &pin, &self.scopes, &self.limbo) else { return false };
+        let Some(claim) = self.keys.claim(&key, &pin, &self.scopes, &self.limbo) else {
+            return false;
+        };
         if !self.make_room(&pin, done) {
             self.keys.abandon(&claim, &pin, &self.scopes, &self.limbo);
             count(&self.counters.rejected_full, 1);
@@ -281,7 +283,9 @@ impl Index {
             if self.config.on_full == OnFull::Reject {
                 return false;
             }
-            let Some(victim) = self.keys.longest_unused() else { return false };
+            let Some(victim) = self.keys.longest_unused() else {
+                return false;
+            };
             if self.unregister(victim, |state| state.in_flight() == 0, pin) {
                 count(&self.counters.evicted, 1);
             }
@@ -291,7 +295,9 @@ impl Index {
 
     /// Ends the registration of a key if it is live and `condition` holds for its state.
     fn unregister(&self, key: u32, condition: impl Fn(crate::keys::State) -> bool, pin: &Pin<'_>) -> bool {
-        let Some((content, change)) = self.keys.kill(key, condition) else { return false };
+        let Some((content, change)) = self.keys.kill(key, condition) else {
+            return false;
+        };
         self.entries.fetch_sub(1, Ordering::Relaxed);
         self.contents.drop_stale(content, &self.keys, pin, &self.limbo);
         self.keys.bury_if_dead(key, Some(change), pin, &self.scopes, &self.limbo);
@@ -305,7 +311,9 @@ impl Index {
         let mut hits = Vec::new();
         let pin = self.limbo.pin();
         let name = ScopeName::new(self.secret, scope);
-        let Some(scope) = self.scopes.find(&name, &pin) else { return hits };
+        let Some(scope) = self.scopes.find(&name, &pin) else {
+            return hits;
+        };
         let mut seen = HashSet::new();
         for group in self.candidates(tokens, &name).chunks(GROUP) {
             self.prefetch(group);
@@ -483,7 +491,9 @@ impl Index {
         let name = ScopeName::new(self.secret, scope);
         for chunk_hash in chunk_hashes {
             let pin = self.limbo.pin();
-            let Some(scope) = self.scopes.find(&name, &pin) else { return Ok(()) };
+            let Some(scope) = self.scopes.find(&name, &pin) else {
+                return Ok(());
+            };
             let key = KeyName::new(scope, name.key, chunk_hash.as_ref());
             self.keys.finish(&key, &pin, &self.scopes, &self.limbo);
             drop(pin);
@@ -515,7 +525,9 @@ impl Index {
         let name = ScopeName::new(self.secret, scope);
         for (n, chunk_hash) in chunk_hashes.iter().enumerate() {
             let pin = self.limbo.pin();
-            let Some(scope) = self.scopes.find(&name, &pin) else { return Ok(()) };
+            let Some(scope) = self.scopes.find(&name, &pin) else {
+                return Ok(());
+            };
             let key = KeyName::new(scope, name.key, chunk_hash.as_ref());
             if let Some(record) = self.keys.find(&key, &pin) {
                 act(n, record, &pin);
@@ -586,7 +598,9 @@ impl Index {
             match state.phase() {
                 Phase::Live => live += 1,
                 Phase::Claimed => return Err(format!("key {key} is claimed and nobody is at it")),
-                Phase::Idle if state.in_flight() == 0 => return Err(format!("key {key} is kept for nothing")),
+                Phase::Idle if state.in_flight() == 0 => {
+                    return Err(format!("key {key} is kept for nothing"));
+                }
                 Phase::Idle | Phase::Dead => {}
             }
             *references.entry(self.keys.scope(key)).or_insert(0u64) += 1;

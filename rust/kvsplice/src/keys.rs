@@ -281,7 +281,14 @@ impl Keys {
     }
 
     /// Makes a record in `first`'s phase and puts it into the table. `None`: somebody else's is there.
-    fn create(&self, name: &KeyName, first: State, pin: &Pin<'_>, scopes: &Scopes, limbo: &Limbo) -> Option<Registration> {
+    fn create(
+        &self,
+        name: &KeyName,
+        first: State,
+        pin: &Pin<'_>,
+        scopes: &Scopes,
+        limbo: &Limbo,
+    ) -> Option<Registration> {
         let id = self.records.take();
         let size = SIZES.iter().position(|&size| size >= name.words().len()).expect("64 bytes at most");
         let place = Place { size, len: name.len, slot: self.bytes[size].take() };
@@ -348,11 +355,7 @@ impl Keys {
 
     /// Ends the registration of a live key if `condition` holds for its state. Returns the incarnation that ended
     /// and the content that it named; the caller calls [`bury_if_dead`](Self::bury_if_dead) with the rest.
-    pub(crate) fn kill(
-        &self,
-        id: u32,
-        condition: impl Fn(State) -> bool,
-    ) -> Option<(u32, (State, State))> {
+    pub(crate) fn kill(&self, id: u32, condition: impl Fn(State) -> bool) -> Option<(u32, (State, State))> {
         loop {
             let state = self.state(id);
             if state.phase() != Phase::Live || !condition(state) {
@@ -406,7 +409,9 @@ impl Keys {
 
     /// Counts one registration in flight less.
     pub(crate) fn finish(&self, name: &KeyName, pin: &Pin<'_>, scopes: &Scopes, limbo: &Limbo) {
-        let Some(id) = self.find(name, pin) else { return };
+        let Some(id) = self.find(name, pin) else {
+            return;
+        };
         let step = |state: State| {
             let less = State(state.0.wrapping_sub(State::FLIGHT));
             let next = if state.phase() == Phase::Idle { less.unregistered() } else { less };

@@ -61,7 +61,9 @@ impl Toys {
     }
 
     fn finds(&self, table: &Table, id: u32) -> bool {
-        let find = |found| if found == id { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
+        let find = |found| {
+            if found == id { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
         table.level().probe(self.keys[id as usize], find).is_some()
     }
 

@@ -58,11 +58,11 @@ mod real {
         }
     }
 
-    /// A small number that spreads threads over counters.
-    pub(crate) fn thread_stripe() -> usize {
-        static COUNT: AtomicUsize = AtomicUsize::new(0);
-        thread_local!(static MINE: usize = COUNT.fetch_add(1, Ordering::Relaxed));
-        MINE.with(|mine| *mine)
+    /// A number below `count` that spreads threads over counters.
+    pub(crate) fn thread_stripe(count: usize) -> usize {
+        static THREADS: AtomicUsize = AtomicUsize::new(0);
+        thread_local!(static MINE: usize = THREADS.fetch_add(1, Ordering::Relaxed));
+        MINE.with(|mine| *mine) % count
     }
 }
 
@@ -181,7 +181,7 @@ mod modelled {
         }
     }
 
-    pub(crate) fn thread_stripe() -> usize {
+    pub(crate) fn thread_stripe(_count: usize) -> usize {
         0
     }
 }
@@ -228,6 +228,7 @@ pub(crate) mod fault {
     static OMITTED: AtomicU32 = AtomicU32::new(0);
 
     /// Leaves `step` out of everything that runs from here on in this process.
+    #[cfg(test)]
     pub(crate) fn omit(step: Option<Step>) {
         OMITTED.store(step.map_or(0, |step| step as u32), Ordering::Relaxed);
     }

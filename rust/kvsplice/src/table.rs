@@ -244,10 +244,13 @@ impl Table {
     /// that is the answer.
     pub(crate) fn find(&self, hash: u64, records: &impl Records, wanted: impl Fn(u32) -> bool) -> Option<u32> {
         let mut level = self.current.load();
-        let mut found = level.probe(hash, |id| if wanted(id) { ControlFlow::Break(id) } else { ControlFlow::Continue(()) })?;
+        let mut found =
+            level.probe(hash, |id| if wanted(id) { ControlFlow::Break(id) } else { ControlFlow::Continue(()) })?;
         loop {
             fence(Ordering::SeqCst);
-            let Some(next) = level.next.get() else { return Some(found) };
+            let Some(next) = level.next.get() else {
+                return Some(found);
+            };
             found = Self::copy_word(&next, hash, found, records);
             fence(Ordering::SeqCst);
             if records.hash_of(found).is_none() {
@@ -449,8 +452,12 @@ impl Table {
             }
         }
         for id in ids {
-            let Some(hash) = records.hash_of(id) else { continue };
-            let find = |other| if other == id { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
+            let Some(hash) = records.hash_of(id) else {
+                continue;
+            };
+            let find = |other| {
+                if other == id { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            };
             if !levels[0].filter.may_hold(hash) {
                 return Err(format!("the filter denies record {id}"));
             }

@@ -26,8 +26,7 @@ impl Model {
         for (n, text) in tokens.chunks_exact(CHUNK).enumerate().skip(first) {
             let key = (scope.to_vec(), hashes[n].clone());
             let known = |(s, _): &Key, held: &Vec<u32>| s == scope && held == text;
-            if self.held.contains_key(&key)
-                || (self.dedup && self.held.iter().any(|(key, value)| known(key, &value.0)))
+            if self.held.contains_key(&key) || (self.dedup && self.held.iter().any(|(key, value)| known(key, &value.0)))
             {
                 continue;
             }
@@ -60,7 +59,9 @@ impl Model {
         if self.in_flight.get(&key).is_some_and(|&n| n > 0) {
             return false;
         }
-        let Some(value) = self.held.get_mut(&key) else { return false };
+        let Some(value) = self.held.get_mut(&key) else {
+            return false;
+        };
         value.2 += 1;
         let out = value.2 >= threshold;
         if out {
@@ -140,7 +141,7 @@ proptest! {
                 }
                 Op::Remove(hashes) => {
                     let removed = index.remove(&hashes, scope).unwrap();
-                    let there = hashes.iter().filter(|h| model.held.remove(&(scope.to_vec(), h.to_vec())).is_some());
+                    let there = hashes.iter().filter(|h| model.held.remove(&(scope.to_vec(), (*h).clone())).is_some());
                     prop_assert_eq!(removed, there.count());
                 }
                 Op::Strike(hashes, threshold) => {
@@ -212,7 +213,8 @@ fn what_is_used_outlives_what_is_not() {
     for n in 0..20_000u32 {
         index.register(&text(n), &[n.to_le_bytes()], 0, 0, b"").unwrap();
         if n % 400 == 0 {
-            (0..100).for_each(|used| assert!(n < used || index.matches(&text(used), b"", Options::default()).len() == 1));
+            (0..100)
+                .for_each(|used| assert!(n < used || index.matches(&text(used), b"", Options::default()).len() == 1));
         }
     }
 }
