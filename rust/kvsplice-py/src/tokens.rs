@@ -1,7 +1,7 @@
 //! Token sequences as they come from Python, as a slice of `u32`.
 
 use numpy::{PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyList, PyTuple};
 
@@ -42,19 +42,22 @@ impl<'py> Tokens<'py> {
         if !matches!(kind, b'i' | b'u') {
             return Err(PyTypeError::new_err(format!("tokens must hold integers, not {}", array.dtype())));
         }
-        if array.is_c_contiguous() {
-            if let Ok(array) = array.cast::<PyArray1<u32>>() {
-                return Ok(Self::Unsigned(array.readonly()));
+        // In place if it lies there as a slice does: contiguous and aligned.
+        if let Ok(array) = array.cast::<PyArray1<u32>>() {
+            let array = array.readonly();
+            if array.as_slice().is_ok() {
+                return Ok(Self::Unsigned(array));
             }
-            if let Ok(array) = array.cast::<PyArray1<i32>>() {
-                let array = array.readonly();
-                match array.as_slice()?.iter().position(|&token| token < 0) {
-                    None => return Ok(Self::Signed(array)),
-                    Some(index) => return Err(negative(index, array.as_slice()?[index])),
-                }
+        } else if let Ok(array) = array.cast::<PyArray1<i32>>() {
+            let array = array.readonly();
+            if let Ok(tokens) = array.as_slice() {
+                return match tokens.iter().position(|&token| token < 0) {
+                    None => Ok(Self::Signed(array)),
+                    Some(index) => Err(negative(index, tokens[index])),
+                };
             }
         }
-        // Any other integers, by way of the widest of their kind, in native byte order and contiguous.
+        // Any others by way of the widest of their kind, in native byte order.
         if kind == b'u' {
             let wide = array.call_method1("astype", ("uint64",))?.cast_into::<PyArray1<u64>>()?;
             return narrow(wide.readonly().as_slice()?).map(Self::Owned);
@@ -95,22 +98,23 @@ fn read_rest(items: &Bound<'_, PyAny>, mut tokens: Vec<u32>) -> PyResult<Vec<u32
     // The length is asked for anew each time: the `__index__` of an item may change the list.
     while tokens.len() < items.len()? {
         let item = items.get_item(tokens.len())?;
-        match item.extract::<u32>() {
-            Ok(token) if !item.is_instance_of::<PyBool>() => tokens.push(token),
-            _ => return Err(refuse_item(tokens.len(), &item)),
-        }
+        tokens.push(read_item(tokens.len(), &item)?);
     }
     Ok(tokens)
 }
 
-#[cold]
-fn refuse_item(index: usize, item: &Bound<'_, PyAny>) -> PyErr {
-    let integer = item.hasattr("__index__").unwrap_or(false) && !item.is_instance_of::<PyBool>();
-    if !integer {
-        return PyTypeError::new_err(format!("tokens[{index}] must be an int, not {}", type_name(item)));
+fn read_item(index: usize, item: &Bound<'_, PyAny>) -> PyResult<u32> {
+    if item.is_instance_of::<PyBool>() || !item.hasattr("__index__")? {
+        return Err(PyTypeError::new_err(format!("tokens[{index}] must be an int, not {}", type_name(item))));
     }
-    if item.lt(0).unwrap_or(false) {
-        return negative(index, item);
-    }
-    PyValueError::new_err(format!("tokens[{index}] does not fit 32 bits: {item}"))
+    item.extract::<u32>().map_err(|error| {
+        if !error.is_instance_of::<PyOverflowError>(item.py()) {
+            // Raised by the item itself.
+            error
+        } else if item.lt(0).unwrap_or(false) {
+            negative(index, item)
+        } else {
+            PyValueError::new_err(format!("tokens[{index}] does not fit 32 bits: {item}"))
+        }
+    })
 }
