@@ -87,7 +87,7 @@ $(VENV)/.wheel: $(VENV)/.made pyproject.toml | toolchain
 	touch $@
 
 $(PEERS)/.installed: $(PEERS)/.made tests/peers/requirements.txt $(SOURCES) | toolchain
-	$(PEERS)/bin/python -m pip install --quiet --requirement tests/peers/requirements.txt
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --requirement tests/peers/requirements.txt
 	$(PEERS)/bin/python -m pip install --quiet --editable . --group test
 	touch $@
 

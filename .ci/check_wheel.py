@@ -26,7 +26,7 @@ assert list(matcher.match([9, 5, 6, 7, 8])) == [kvsplice.Match(4, 8, 1, 5, b"b")
 
 
 def check_names(wheel: Path) -> None:
-    """The tag promises old systems, and the licences are in."""
+    """Exit unless the tag promises old systems and the licences are in."""
     match = re.search(r"-cp310-abi3-manylinux_2_(\d+)", wheel.name)
     if not match or int(match[1]) > OLDEST_GLIBC_MINOR:
         sys.exit(f"{wheel.name} is not an abi3 wheel for glibc 2.{OLDEST_GLIBC_MINOR} or older")
@@ -37,7 +37,7 @@ def check_names(wheel: Path) -> None:
 
 
 def python_at(candidate: str) -> str | None:
-    """The version of an interpreter, or None if it does not run."""
+    """Return the version of an interpreter, or None if it does not run."""
     command = [candidate, "-c", "import sys; print(*sys.version_info[:2], sep='.')"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)

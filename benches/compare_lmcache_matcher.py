@@ -2,12 +2,14 @@
 
     python benches/compare_lmcache_matcher.py [--quick] [--only SECTION ...] [--chunks N] [--json FILE]
 
-Needs ``lmcache`` (0.5.6 is what the figures in docs/ are for) and torch, which it imports: see tests/peers/requirements.txt. Ours runs behind
-`kvsplice.lmcache.TokenRangeMatcher`, the same interface and the same result type, so that a difference is one of the matchers.
+Needs ``lmcache``, and torch, which it imports: see tests/peers/requirements.txt. Ours runs behind
+`kvsplice.lmcache.TokenRangeMatcher`: the same interface and the same result type, so that a difference is one of the
+matchers.
 
-How it measures: texts are uniform random tokens, chunks of 256. Repetitions of the two take turns. Each figure is a median with
-the least and the greatest in brackets. Python's cyclic garbage collector is off while the clock runs. LMCache's matcher gets one call before, in which numba compiles. It can hold
-2**20 chunks in its life, hence no section has more.
+How it measures: texts are uniform random tokens, chunks of 256. Repetitions of the two take turns. Each figure is a
+median with the least and the greatest in brackets. Python's cyclic garbage collector is off while the clock runs.
+LMCache's matcher gets one call before, in which numba compiles. It can hold 2**20 chunks in its life, hence no section
+has more.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class Row:
     notes: dict[str, str] = field(default_factory=dict)
 
     def median(self, name: str) -> float:
+        """Return the median of one matcher's values."""
         return float(np.median(self.values[name]))
 
     def ratio(self) -> float | None:
@@ -86,21 +89,23 @@ class Row:
         return theirs / ours if self.better == "lower" else ours / theirs
 
     def cell(self, name: str) -> str:
+        """Return one matcher's figure as text."""
         if name not in self.values:
-            return "–"
+            return "-"
         values = self.values[name]
         text = f"{np.median(values):.3g}" if np.median(values) < 1000 else f"{np.median(values):,.0f}"
         if len(values) > 1:
-            text += f" [{min(values):.3g}–{max(values):.3g}]"
+            text += f" [{min(values):.3g} to {max(values):.3g}]"
         return text + self.notes.get(name, "")
 
     def markdown(self) -> str:
+        """Return the line of the table."""
         ratio = self.ratio()
-        cells = [self.what, self.unit, self.cell(OURS), self.cell(THEIRS), f"{ratio:.3g}×" if ratio else "", self.bar]
+        cells = [self.what, self.unit, self.cell(OURS), self.cell(THEIRS), f"{ratio:.3g}x" if ratio else "", self.bar]
         return f"| {' | '.join(cells)} |"
 
 
-# --- texts -------------------------------------------------------------------------------------------------------------
+# --- texts ---
 
 
 def batch_tokens(number: int, chunks: int = BATCH) -> np.ndarray:
@@ -109,7 +114,7 @@ def batch_tokens(number: int, chunks: int = BATCH) -> np.ndarray:
 
 
 def key(number: int) -> bytes:
-    """The chunk hash of a chunk."""
+    """Return the chunk hash of a chunk."""
     return number.to_bytes(8, "little") * (KEY_BYTES // 8)
 
 
@@ -126,11 +131,15 @@ class Query:
     keys: set[bytes]
 
     def as_list(self) -> list[int]:
+        """Return the tokens as LMCache's server hands them over."""
         return self.tokens.tolist()
 
 
 def half_reused(length: int, chunks: list[int], seed: int = 0) -> Query:
-    """Make a query in which stored chunks take turns with fresh text; it begins with 37 fresh tokens, so nothing is aligned."""
+    """Make a query in which stored chunks take turns with fresh text.
+
+    It begins with 37 fresh tokens, so nothing is aligned.
+    """
     spaces = fresh_tokens(seed, length)
     tokens, keys, at = spaces.copy(), set(), 37
     for number in chunks:
@@ -152,7 +161,7 @@ def drawn(held: int, length: int, seed: int = 3) -> list[int]:
     return np.random.default_rng(seed).choice(held, count, replace=False).tolist()
 
 
-# --- matchers ----------------------------------------------------------------------------------------------------------
+# --- matchers ---
 
 
 def make(name: str) -> Any:
@@ -198,6 +207,7 @@ class Filled:
         self._matchers: dict[str, Any] = {}
 
     def __call__(self, chunks: int) -> dict[str, Any]:
+        """Return both matchers by name, each with the first ``chunks`` chunks."""
         if chunks != self._chunks:
             self._matchers = {}
             gc.collect()
@@ -213,7 +223,7 @@ def say(text: str) -> None:
     print(f"# {text}", file=sys.stderr, flush=True)
 
 
-# --- measuring ---------------------------------------------------------------------------------------------------------
+# --- measuring ---
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -222,17 +232,30 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def taking_turns(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[str, list[float]]:
-    """Seconds of each call, the calls in turns and every other time in reverse order."""
+TURN_SECONDS = 0.005
+"""A call that takes less is repeated within its turn until the turn takes about this long."""
+
+
+def taking_turns(calls: dict[str, Callable[[], object]], repetitions: int, warm: bool = True) -> dict[str, list[float]]:
+    """Return the seconds of each call, the calls in turns and every other time in reverse order.
+
+    If ``warm``, a turn begins with a call that is not timed, and gives the mean of several if they are short. If not, a
+    turn is one call, and the caches are full of what the other matcher read, tens of megabytes for LMCache's.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
+    inner = {name: max(1, round(TURN_SECONDS / seconds(call))) if warm else 1 for name, call in calls.items()}
     gc.collect()
     gc.disable()
     try:
         for n in range(repetitions):
             for name in list(calls) if n % 2 else reversed(calls):
-                times[name].append(seconds(calls[name]))
+                call = calls[name]
+                if warm:
+                    call()
+                start = time.perf_counter()
+                for _ in range(inner[name]):
+                    call()
+                times[name].append((time.perf_counter() - start) / inner[name])
     finally:
         gc.enable()
     return times
@@ -247,7 +270,7 @@ def matches(matchers: dict[str, Any], tokens: Any) -> dict[str, Callable[[], obj
 
 
 def recall(matcher: Any, queries: list[Query]) -> float:
-    """The part of the chunks that stand in the queries which is found."""
+    """Return the part of the chunks that stand in the queries which is found."""
     found = sum(len({result.hash for result in matcher.match_sub_sequence(q.tokens)} & q.keys) for q in queries)
     return found / sum(len(query.keys) for query in queries)
 
@@ -264,14 +287,17 @@ class Plan:
     recall_queries: int
 
 
-# --- sections ----------------------------------------------------------------------------------------------------------
+# --- sections ---
 
 
 def no_hits(plan: Plan, filled: Filled) -> Iterator[Row]:
     tokens = fresh_tokens(5, QUERY)
-    times = taking_turns(matches(filled(plan.full), tokens), plan.repetitions)
+    calls = matches(filled(plan.full), tokens)
     what = f"match {QUERY // 1024}k tokens as uint32, {plan.full:,} chunks held, no hits"
+    times = taking_turns(calls, plan.repetitions)
     yield Row("no-hits", what, "ns/token", scaled(times, 1e9 / QUERY), bar="≤ 3")
+    times = taking_turns(calls, plan.repetitions, warm=False)
+    yield Row("no-hits", f"{what}, after the other matcher used the caches", "ns/token", scaled(times, 1e9 / QUERY))
 
 
 def half(plan: Plan, filled: Filled) -> Iterator[Row]:
@@ -286,7 +312,7 @@ def half(plan: Plan, filled: Filled) -> Iterator[Row]:
                 more = [half_reused(QUERY, list(range(n, min(n + len(query.keys), count))), n) for n in steps]
             times = taking_turns(matches(matchers, query.as_list()), plan.repetitions)
             found = {name: recall(matcher, more) for name, matcher in matchers.items()}
-            bar = {1000: "≥ 5×, all found", plan.large: "≥ 40×, all found"}.get(held, "")
+            bar = {1000: "≥ 5x, all found", 800_000: "≥ 40x, all found"}.get(held, "")
             what = f"match {QUERY // 1024}k tokens as list[int], {held:,} chunks held, half reused, chunks {which}"
             notes = {name: f"; finds {part:.1%}" for name, part in found.items()}
             yield Row("half", what, "ns/token", scaled(times, 1e9 / QUERY), bar=bar, notes=notes)
@@ -374,8 +400,8 @@ def contended(plan: Plan, filled: Filled) -> Iterator[Row]:
             text = f"match {QUERY // 1024}k tokens as uint32, {held:,} chunks held, p{percentile} {what}"
             yield Row("contended", text, "ms", values, notes=count)
         ratio = {n: [float(np.percentile(busy[n], percentile) / np.percentile(idle[n], percentile))] for n in matchers}
-        bar = "p99 ≤ 2×" if percentile == 99 else ""
-        yield Row("contended", f"p{percentile} busy over p{percentile} idle", "×", ratio, bar=bar)
+        bar = "≤ 2" if percentile == 99 else ""
+        yield Row("contended", f"p{percentile} busy over p{percentile} idle", "x", ratio, bar=bar)
     yield Row("contended", "registered meanwhile", "chunks/s", rates, better="higher")
 
 
@@ -386,9 +412,8 @@ def threads(plan: Plan, filled: Filled) -> Iterator[Row]:
         ("half reused", half_reused(QUERY, drawn(held, QUERY)).tokens),
         ("no hits", fresh_tokens(5, QUERY)),
     ):
-        per_thread = 40
 
-        def run(count: int, matcher: Any, tokens: np.ndarray = tokens) -> float:
+        def run(count: int, matcher: Any, tokens: np.ndarray = tokens, per_thread: int = 200) -> float:
             start = threading.Barrier(count + 1)
 
             def work() -> None:
@@ -403,19 +428,19 @@ def threads(plan: Plan, filled: Filled) -> Iterator[Row]:
             return seconds(lambda: [thread.join() for thread in running])
 
         calls = {(name, count): (lambda n=name, c=count: run(c, matchers[n])) for name in matchers for count in (1, 2)}
-        times = taking_turns(calls, max(plan.repetitions // 2, 5))  # type: ignore[arg-type]
+        times = taking_turns(calls, max(plan.repetitions // 2, 5), warm=False)  # type: ignore[arg-type]
         gain = {
             name: [2 * one / two for one, two in zip(times[name, 1], times[name, 2], strict=True)] for name in matchers
         }
         text = f"two matching threads over one, {QUERY // 1024}k tokens as uint32, {held:,} chunks held, {what}"
-        yield Row("threads", text, "× of one thread", gain, better="higher", bar="≥ 1.8")
+        yield Row("threads", text, "x of one thread", gain, better="higher", bar="≥ 1.8")
 
 
 def register(plan: Plan, filled: Filled) -> Iterator[Row]:
     held = 100_000
     matchers = filled(held)
     repetitions = 4 * plan.repetitions
-    texts = [fresh_tokens(1000 + n, QUERY) for n in range(2 * repetitions + 2)]
+    texts = [fresh_tokens(1000 + n, QUERY) for n in range(2 * (repetitions + 1))]
     counts = dict.fromkeys([(name, form) for name in matchers for form in ("list[int]", "uint32")], 0)
     prepared: dict[tuple[str, str], list[tuple[Any, list[bytes]]]] = {}
     for name, form in counts:
@@ -430,7 +455,9 @@ def register(plan: Plan, filled: Filled) -> Iterator[Row]:
         counts[which] += 1
         assert matchers[which[0]].on_new_token_hashes(tokens, keys) == WRITER_BATCH
 
-    times = taking_turns({which: (lambda w=which: call(w)) for which in counts}, repetitions)  # type: ignore[arg-type,misc]
+    # Not warmed, since a text can be registered only once.
+    registrations = {which: (lambda w=which: call(w)) for which in counts}  # type: ignore[misc]
+    times = taking_turns(registrations, repetitions, warm=False)  # type: ignore[arg-type]
     filled._chunks = -1  # filled further than it says
     as_list = texts[0].tolist()
     conversion = taking_turns(
@@ -444,7 +471,8 @@ def register(plan: Plan, filled: Filled) -> Iterator[Row]:
     factor = 1e6 / WRITER_BATCH
     for form, bar in (("uint32", "≤ 2"), ("list[int]", "")):
         values = scaled({name: times[name, form] for name in matchers}, factor)  # type: ignore[index]
-        yield Row("register", f"register {WRITER_BATCH} chunks at a time as {form}, {held:,} held", "µs/chunk", values, bar=bar)
+        what = f"register {WRITER_BATCH} chunks at a time as {form}, {held:,} held"
+        yield Row("register", what, "µs/chunk", values, bar=bar)
     yield Row("register", "of which reading the list", "µs/chunk", scaled(conversion, factor))
 
 
@@ -464,7 +492,9 @@ def memory(plan: Plan, filled: Filled) -> Iterator[Row]:
     notes = {OURS: " (stats)", THEIRS: f" (tracemalloc at {traced:,} chunks) + {fixed / 2**20:.0f} MiB fixed"}
     yield Row("memory", f"memory beyond tokens, {plan.large:,} chunks", "bytes/chunk", values, bar="≤ 160", notes=notes)
     tokens = [stats.token_bytes / stats.entries]
-    yield Row("memory", "memory for tokens", "bytes/chunk", {OURS: tokens}, notes={OURS: " (stats); LMCache keeps none"})
+    yield Row(
+        "memory", "memory for tokens", "bytes/chunk", {OURS: tokens}, notes={OURS: " (stats); LMCache keeps none"}
+    )
     say("fill each in a process of its own")
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as fresh:
         values = {name: [fresh.submit(growth, name, plan.large).result() / plan.large] for name in matchers}
@@ -482,7 +512,7 @@ SECTIONS = {
 }
 
 
-# --- report ------------------------------------------------------------------------------------------------------------
+# --- report ---
 
 
 def cpu_model() -> str:
@@ -507,7 +537,8 @@ def environment() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller and fewer, to see that it runs: not for figures")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
+    sections = {"nargs": "+", "choices": SECTIONS, "default": list(SECTIONS), "metavar": "SECTION"}
+    parser.add_argument("--only", help=f"some sections alone: {', '.join(SECTIONS)}", **sections)
     parser.add_argument("--chunks", type=int, help="chunks held in the large cases (default: 800,000)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every repetition's value there")
     arguments = parser.parse_args()
@@ -523,7 +554,8 @@ def main() -> None:
 
     facts = environment()
     print("\n".join(f"{name}: {value}" for name, value in facts.items()))
-    print(f"\nmedian [least–greatest], {plan.repetitions} repetitions in turns; ratio: how many times better kvsplice is\n")
+    print(f"\nmedian [least to greatest] of {plan.repetitions} repetitions in turns", end="; ")
+    print(f"ratio: how many times better {OURS} is\n")
     print(f"| what | unit | {OURS} | {THEIRS} | ratio | bar |\n|---|---|---|---|---|---|", flush=True)
     filled = Filled()
     rows = []
@@ -532,7 +564,8 @@ def main() -> None:
             print(row.markdown(), flush=True)
             rows.append(row)
     if arguments.json:
-        report = {"environment": facts, "plan": asdict(plan), "rows": [asdict(row) | {"ratio": row.ratio()} for row in rows]}
+        lines = [asdict(row) | {"ratio": row.ratio()} for row in rows]
+        report = {"environment": facts, "plan": asdict(plan), "rows": lines}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -2,8 +2,8 @@
 
 The fingerprint of tokens ``t[0..n)`` under an odd ``base`` is ``sum(t[i] * base**(n - 1 - i)) mod 2**64``, which is
 also what LMCache's blend matcher computes. Equal texts have equal fingerprints; the reverse does not hold, and for a
-base that is known, different texts with equal fingerprints are easy to build. `kvsplice.Matcher` therefore draws its base at
-random and compares tokens.
+base that is known, different texts with equal fingerprints are easy to build. `kvsplice.Matcher` therefore draws its
+base at random and compares tokens.
 """
 
 from __future__ import annotations

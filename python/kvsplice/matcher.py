@@ -169,8 +169,8 @@ class Matcher:
     dedup_content : bool
         Do not index a chunk whose text is indexed already under another chunk hash of the same scope.
     seed : int, optional
-        Seed of the fingerprint base and of the table hash, 0 to 2**64 - 1. Random by default, which keeps outsiders from
-        building texts that collide; give one only to reproduce a run.
+        Seed of the fingerprint base and of the table hash, 0 to 2**64 - 1. Random by default, which keeps outsiders
+        from building texts that collide; give one only to reproduce a run.
 
     Raises
     ------
@@ -280,7 +280,10 @@ class Matcher:
         return self._index.strike(chunk_hashes, threshold, scope)
 
     def confirm(self, chunk_hashes: Sequence[bytes], scope: bytes = b"") -> None:
-        """Note that storage holds these chunks: clear their strikes and report them before other holders of the text."""
+        """Note that storage holds these chunks.
+
+        Clears their strikes, and lets them be reported before other holders of their text.
+        """
         self._index.confirm(chunk_hashes, scope)
 
     def begin(self, chunk_hashes: Sequence[bytes], scope: bytes = b"") -> None:

@@ -29,7 +29,12 @@ impl<'py> Tokens<'py> {
             return read_rest(tokens, read).map(Self::Owned);
         }
         let py = tokens.py();
-        let array = py.import("numpy")?.call_method1("asarray", (tokens,))?;
+        let array = py.import("numpy")?.call_method1("asarray", (tokens,)).map_err(|error| {
+            // What refused may be torch, whose message speaks of its own affairs.
+            let named = PyTypeError::new_err(format!("tokens must be readable as an array: {}", error.value(py)));
+            named.set_cause(py, Some(error));
+            named
+        })?;
         let array = array.cast_into::<PyUntypedArray>()?;
         if array.ndim() != 1 {
             let message = format!("tokens must be one-dimensional, not {}-dimensional", array.ndim());
