@@ -1,12 +1,12 @@
 //! Numbered slots of atomic words that grow without moving and are used again.
 
-use crate::sync::{AtomicU32, AtomicU64, Once, Ordering, Queue, zeroed_slice_box};
+use crate::sync::{AtomicU32, AtomicU64, Once, Ordering, zeroed_slice_box};
 
 /// Slots in the first segment; each further segment has twice as many as the one before.
 #[cfg(not(loom))]
 const FIRST: u32 = 64;
 #[cfg(loom)]
-const FIRST: u32 = 8;
+const FIRST: u32 = 16;
 
 /// Enough doublings of [`FIRST`] for nearly every 32-bit id.
 const SEGMENTS: usize = 26;
@@ -19,7 +19,7 @@ pub(crate) struct Arena {
     stride: usize,
     segments: [Once<Box<[AtomicU64]>>; SEGMENTS],
     fresh: AtomicU32,
-    free: Queue<u32>,
+    free: Stack,
 }
 
 impl Arena {
@@ -28,7 +28,7 @@ impl Arena {
             stride,
             segments: std::array::from_fn(|_| Once::new()),
             fresh: AtomicU32::new(1),
-            free: Queue::new(),
+            free: Stack::new(),
         };
         if cfg!(loom) {
             arena.grow(0);
@@ -38,7 +38,7 @@ impl Arena {
 
     /// An id that nobody else holds. The words of its slot are zero or what their last use left.
     pub(crate) fn take(&self) -> u32 {
-        if let Some(id) = self.free.pop() {
+        if let Some(id) = self.free.pop(|id| self.link(id).load(Ordering::Relaxed) as u32) {
             return id;
         }
         let id = self.fresh.fetch_add(1, Ordering::Relaxed);
@@ -52,14 +52,25 @@ impl Arena {
 
     /// Hands an id back. No thread may still read its slot.
     pub(crate) fn give_back(&self, id: u32) {
-        self.free.push(id);
+        self.free.push(id, |next| self.link(id).store(u64::from(next), Ordering::Relaxed));
+    }
+
+    /// Where a free slot keeps the id of the next one: its last word.
+    fn link(&self, id: u32) -> &AtomicU64 {
+        &self.words(id)[self.stride - 1]
     }
 
     #[inline]
     pub(crate) fn words(&self, id: u32) -> &[AtomicU64] {
+        self.try_words(id).expect("an id comes from take()")
+    }
+
+    /// As [`words`](Self::words), for an id that may be wrong.
+    #[inline]
+    pub(crate) fn try_words(&self, id: u32) -> Option<&[AtomicU64]> {
         let (segment, slot) = locate(id);
-        let words = self.segments[segment].get().expect("an id comes from take()");
-        &words[slot * self.stride..][..self.stride]
+        let words = self.segments[segment].get()?;
+        words.get(slot * self.stride..(slot + 1) * self.stride)
     }
 
     /// Words in a slot.
@@ -74,7 +85,7 @@ impl Arena {
 
     /// Bytes of all slots handed out so far, those handed back included.
     pub(crate) fn bytes(&self) -> usize {
-        (self.high_water() as usize - 1) * self.stride * size_of::<u64>() + self.free.len() * size_of::<u64>()
+        (self.high_water() as usize - 1) * self.stride * size_of::<u64>()
     }
 
     fn grow(&self, segment: usize) {
@@ -83,6 +94,58 @@ impl Arena {
         // Losing the race hands our segment back; the winner's serves as well.
         let _ = self.segments[segment].set(Box::new(zeroed_slice_box::<AtomicU64>(len)));
     }
+}
+
+/// A lock-free stack of ids whose links lie elsewhere (Treiber, "Systems programming: coping with parallelism", 1986).
+pub(crate) struct Stack {
+    /// `[changes | id]`: the count of changes keeps a pop from mistaking an id that came back for one that stayed.
+    top: AtomicU64,
+}
+
+impl Stack {
+    pub(crate) fn new() -> Self {
+        Self { top: AtomicU64::new(0) }
+    }
+
+    /// Puts `id` on top; `link` is told what is below.
+    pub(crate) fn push(&self, id: u32, link: impl Fn(u32)) {
+        let mut top = self.top.load(Ordering::Relaxed);
+        loop {
+            link(top as u32);
+            match self.top.compare_exchange_weak(top, changed(top, id), Ordering::AcqRel, Ordering::Relaxed) {
+                Ok(_) => return,
+                Err(seen) => top = seen,
+            }
+        }
+    }
+
+    /// Takes the top; `link` tells what is below an id, and may be asked about one that is no longer in the stack.
+    pub(crate) fn pop(&self, link: impl Fn(u32) -> u32) -> Option<u32> {
+        let mut top = self.top.load(Ordering::Acquire);
+        while top as u32 != 0 {
+            let below = link(top as u32);
+            match self.top.compare_exchange_weak(top, changed(top, below), Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return Some(top as u32),
+                Err(seen) => top = seen,
+            }
+        }
+        None
+    }
+
+    /// Takes all; returns the top, 0 if there is none.
+    pub(crate) fn take_all(&self) -> u32 {
+        let mut top = self.top.load(Ordering::Acquire);
+        loop {
+            match self.top.compare_exchange_weak(top, changed(top, 0), Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return top as u32,
+                Err(seen) => top = seen,
+            }
+        }
+    }
+}
+
+fn changed(top: u64, id: u32) -> u64 {
+    ((top >> 32).wrapping_add(1) << 32) | u64::from(id)
 }
 
 /// Segment and slot of an id.

@@ -55,6 +55,12 @@ pub(crate) struct Contents {
     live: AtomicUsize,
 }
 
+/// A copy of a stack that nobody else has seen.
+struct Copied {
+    top: u32,
+    nodes: Vec<u32>,
+}
+
 #[derive(Clone, Copy)]
 struct Node {
     id: u32,
@@ -99,7 +105,8 @@ impl Contents {
 
     /// Asks for the cache lines that [`compare`](Self::compare) will read.
     pub(crate) fn prefetch(&self, id: u32) {
-        self.arena.words(id).chunks(8).for_each(|line| prefetch(&line[0]));
+        // The processor goes on by itself from there.
+        self.arena.words(id).chunks(8).take(24).for_each(|line| prefetch(&line[0]));
     }
 
     /// Asks for the node of the newest holder.
@@ -122,11 +129,18 @@ impl Contents {
     }
 
     /// Makes `registration` a holder of `text`, whose content is made if there is none. Returns the content.
-    pub(crate) fn hold(&self, text: &Text<'_>, registration: &Registration, pin: &Pin<'_>, limbo: &Limbo) -> u32 {
+    pub(crate) fn hold(
+        &self,
+        text: &Text<'_>,
+        registration: &Registration,
+        keys: &Keys,
+        pin: &Pin<'_>,
+        limbo: &Limbo,
+    ) -> u32 {
         let node = self.new_node(registration.key, registration.incarnation);
         loop {
             if let Some(id) = self.find(text, pin) {
-                if self.push(id, node) {
+                if self.push(id, node, keys, pin, limbo) {
                     return id;
                 }
                 continue;
@@ -163,17 +177,24 @@ impl Contents {
         id
     }
 
-    /// Puts a node that nobody else has seen on top. `false`: the content is dead.
-    fn push(&self, id: u32, node: u32) -> bool {
+    /// Puts a node that nobody else has seen on top, and while at it leaves stale nodes out if there are many: so a
+    /// clearing can only be beaten by one that cleared as well. `false`: the content is dead.
+    fn push(&self, id: u32, node: u32, keys: &Keys, pin: &Pin<'_>, limbo: &Limbo) -> bool {
         let next_key = &self.nodes.words(node)[NEXT_KEY];
         let key = next_key.load(Ordering::Relaxed) & 0xffff_ffff;
         let head = &self.arena.words(id)[HEAD];
-        let mut top = head.load(Ordering::Acquire);
+        let mut top = head.load(Ordering::Acquire) as u32;
         while top != 0 || omitted(Step::LeaveTheDead) {
-            next_key.store((top << 32) | key, Ordering::Relaxed);
-            match head.compare_exchange_weak(top, u64::from(node), Ordering::AcqRel, Ordering::Acquire) {
+            let cleared = self.has_many_stale(id).then(|| self.copy_current(top, keys));
+            let below = cleared.as_ref().map_or(top, |copy| copy.top);
+            next_key.store((u64::from(below) << 32) | key, Ordering::Relaxed);
+            let pushed = head.compare_exchange(u64::from(top), u64::from(node), Ordering::AcqRel, Ordering::Acquire);
+            if let Some(copy) = cleared {
+                self.settle(id, top, copy, pushed.is_ok(), pin, limbo);
+            }
+            match pushed {
                 Ok(_) => return true,
-                Err(seen) => top = seen,
+                Err(seen) => top = seen as u32,
             }
         }
         false
@@ -225,7 +246,7 @@ impl Contents {
             return;
         }
         let node = self.new_node(key, incarnation);
-        if self.push(id, node) {
+        if self.push(id, node, keys, pin, limbo) {
             // Its older node is of no more use. And should the key have died meanwhile, so is this one.
             self.drop_stale(id, keys, pin, limbo);
         } else {
@@ -240,13 +261,18 @@ impl Contents {
             fence(Ordering::SeqCst);
         }
         if self.pop_stale(id, keys, pin, limbo) {
-            let count = self.arena.words(id)[STALE].fetch_add(1, Ordering::Relaxed) + 1;
-            if count & 0xffff_ffff >= count >> 32 {
+            self.arena.words(id)[STALE].fetch_add(1, Ordering::Relaxed);
+            if self.has_many_stale(id) {
                 self.clear_stale(id, keys, pin, limbo);
                 fence(Ordering::SeqCst);
                 self.pop_stale(id, keys, pin, limbo);
             }
         }
+    }
+
+    fn has_many_stale(&self, id: u32) -> bool {
+        let count = self.arena.words(id)[STALE].load(Ordering::Relaxed);
+        count & 0xffff_ffff >= count >> 32
     }
 
     /// Pops stale nodes off the top; buries the content if none is left. Whether it lives.
@@ -278,36 +304,42 @@ impl Contents {
         }
     }
 
-    /// Replaces the stack by one without stale nodes, unless another thread moves the head meanwhile; then the
-    /// next to come by tries again.
+    /// Replaces the stack by one without stale nodes. Whoever moves the head meanwhile has cleared as well, or popped.
     fn clear_stale(&self, id: u32, keys: &Keys, pin: &Pin<'_>, limbo: &Limbo) {
-        let words = self.arena.words(id);
-        let top = words[HEAD].load(Ordering::Acquire) as u32;
+        let head = &self.arena.words(id)[HEAD];
+        let top = head.load(Ordering::Acquire) as u32;
+        let copy = self.copy_current(top, keys);
+        // An empty stack would be the content's end: that is for `pop_stale` to decide.
+        let swapped = copy.top != 0
+            && head.compare_exchange(u64::from(top), u64::from(copy.top), Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        self.settle(id, top, copy, swapped, pin, limbo);
+    }
+
+    /// Copies the nodes from `top` down that are not stale, the newest of each key.
+    fn copy_current(&self, top: u32, keys: &Keys) -> Copied {
         let mut seen = HashSet::new();
         let kept: Vec<Node> = self
             .chain(top)
             .filter(|node| keys.is_current(node.key, node.incarnation) && seen.insert(node.key))
             .collect();
-        let mut new_top = 0;
+        let mut copy = Copied { top: 0, nodes: Vec::with_capacity(kept.len()) };
         for node in kept.iter().rev() {
-            let copy = self.new_node(node.key, node.incarnation);
-            self.nodes.words(copy)[NEXT_KEY].store((u64::from(new_top) << 32) | u64::from(node.key), Ordering::Relaxed);
-            new_top = copy;
+            let id = self.new_node(node.key, node.incarnation);
+            self.nodes.words(id)[NEXT_KEY].store((u64::from(copy.top) << 32) | u64::from(node.key), Ordering::Relaxed);
+            copy.top = id;
+            copy.nodes.push(id);
         }
-        // An empty stack would be the content's end: that is for `pop_stale` to decide.
-        let swapped = new_top != 0
-            && words[HEAD]
-                .compare_exchange(u64::from(top), u64::from(new_top), Ordering::AcqRel, Ordering::Relaxed)
-                .is_ok();
+        copy
+    }
+
+    /// After an attempt to put a copy in the place of the stack from `old_top` down: retires what is not needed.
+    fn settle(&self, id: u32, old_top: u32, copy: Copied, swapped: bool, pin: &Pin<'_>, limbo: &Limbo) {
         if swapped {
-            let tolerated = (kept.len() as u64).max(LEAST_TOLERATED);
-            words[STALE].store(tolerated << 32, Ordering::Relaxed);
-            self.chain(top).for_each(|node| limbo.retire(pin, Retired::Node(node.id)));
+            let tolerated = (copy.nodes.len() as u64).max(LEAST_TOLERATED);
+            self.arena.words(id)[STALE].store(tolerated << 32, Ordering::Relaxed);
+            self.chain(old_top).for_each(|node| limbo.retire(pin, Retired::Node(node.id)));
         } else {
-            let unused: Vec<u32> = self.chain(new_top).map(|node| node.id).collect();
-            for node in unused {
-                self.nodes.give_back(node);
-            }
+            copy.nodes.into_iter().for_each(|node| self.nodes.give_back(node));
         }
     }
 
@@ -319,20 +351,11 @@ impl Contents {
         self.nodes.give_back(id);
     }
 
-    pub(crate) fn token_bytes(&self) -> usize {
-        self.slots() * self.chunk_words() * size_of::<u64>()
-    }
-
-    pub(crate) fn overhead_bytes(&self) -> usize {
-        self.arena.bytes() - self.token_bytes() + self.nodes.bytes() + self.table.bytes()
-    }
-
-    fn slots(&self) -> usize {
-        self.arena.high_water() as usize - 1
-    }
-
-    fn chunk_words(&self) -> usize {
-        self.arena.stride() - TOKENS
+    /// Bytes of the texts, and of all else.
+    pub(crate) fn bytes(&self) -> (usize, usize) {
+        let all = self.arena.bytes();
+        let overhead = all / self.arena.stride() * TOKENS;
+        (all - overhead, overhead + self.nodes.bytes() + self.table.bytes())
     }
 
     pub(crate) fn rebuilds(&self) -> u64 {

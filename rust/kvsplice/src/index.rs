@@ -7,10 +7,11 @@ use crate::contents::{Comparison, Contents, Text};
 use crate::epoch::{Epoch, Pin};
 use crate::error::Error;
 use crate::hash::{Roller, Scratch, Secrets};
-use crate::keys::{ChunkHash, KeyName, Keys, MAX_CHUNK_HASH_BYTES, Phase};
+use crate::keys::{ChunkHash, KeyName, Keys, MAX_CHUNK_HASH_BYTES, Phase, State};
 use crate::scopes::{ScopeName, Scopes};
 use crate::simd::Simd;
 use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Ordering, Step, fence, omitted};
+use crate::table::Records;
 
 /// The longest chunk, in tokens.
 pub const MAX_CHUNK_SIZE: usize = 1 << 16;
@@ -120,6 +121,31 @@ pub(crate) enum Retired {
     Key(u32),
     Content(u32),
     Node(u32),
+}
+
+/// As a word: the kind in the high half, the id in the low one.
+impl From<Retired> for u64 {
+    fn from(item: Retired) -> Self {
+        let (kind, id) = match item {
+            Retired::Scope(id) => (0, id),
+            Retired::Key(id) => (1, id),
+            Retired::Content(id) => (2, id),
+            Retired::Node(id) => (3, id),
+        };
+        (kind << 32) | Self::from(id)
+    }
+}
+
+impl From<u64> for Retired {
+    fn from(word: u64) -> Self {
+        let id = word as u32;
+        match word >> 32 {
+            0 => Self::Scope(id),
+            1 => Self::Key(id),
+            2 => Self::Content(id),
+            _ => Self::Node(id),
+        }
+    }
 }
 
 pub(crate) type Limbo = Epoch<Retired>;
@@ -264,7 +290,7 @@ impl Index {
             count(&self.counters.rejected_full, 1);
             return false;
         }
-        let content = self.contents.hold(&text(), &claim, &pin, &self.limbo);
+        let content = self.contents.hold(&text(), &claim, &self.keys, &pin, &self.limbo);
         if omitted(Step::PublishLast) {
             self.keys.publish(&claim);
         }
@@ -294,7 +320,7 @@ impl Index {
     }
 
     /// Ends the registration of a key if it is live and `condition` holds for its state.
-    fn unregister(&self, key: u32, condition: impl Fn(crate::keys::State) -> bool, pin: &Pin<'_>) -> bool {
+    fn unregister(&self, key: u32, condition: impl Fn(State) -> bool, pin: &Pin<'_>) -> bool {
         let Some((content, change)) = self.keys.kill(key, condition) else {
             return false;
         };
@@ -420,7 +446,7 @@ impl Index {
         }
         let mut evicted = Vec::new();
         self.for_each_known(chunk_hashes, scope, |n, key, pin| {
-            let due = |state: crate::keys::State| state.may_be_struck() && state.strikes() + 1 >= threshold;
+            let due = |state: State| state.may_be_struck() && state.strikes() + 1 >= threshold;
             loop {
                 if self.unregister(key, due, pin) {
                     evicted.push(n);
@@ -553,7 +579,7 @@ impl Index {
     }
 
     fn reclaim(&self) {
-        self.limbo.collect_if_due(|item| match item {
+        self.limbo.step(|item| match item {
             Retired::Scope(id) => self.scopes.free(id),
             Retired::Key(id) => self.keys.free(id),
             Retired::Content(id) => self.contents.free(id),
@@ -564,16 +590,14 @@ impl Index {
     /// The counters.
     pub fn stats(&self) -> Stats {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (token_bytes, overhead_bytes) = self.contents.bytes();
         Stats {
             entries: self.len(),
-            contents: crate::table::Records::live(&self.contents),
-            scopes: crate::table::Records::live(&self.scopes),
+            contents: Records::live(&self.contents),
+            scopes: Records::live(&self.scopes),
             capacity: self.config.capacity,
-            token_bytes: self.contents.token_bytes(),
-            overhead_bytes: self.contents.overhead_bytes()
-                + self.keys.bytes()
-                + self.scopes.bytes()
-                + self.limbo.in_limbo() * size_of::<(u64, Retired)>(),
+            token_bytes,
+            overhead_bytes: overhead_bytes + self.keys.bytes() + self.scopes.bytes() + self.limbo.bytes(),
             registered: read(&self.counters.registered),
             removed: read(&self.counters.removed),
             struck_out: read(&self.counters.struck_out),

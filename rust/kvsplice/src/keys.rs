@@ -10,7 +10,7 @@ use crate::hash::hash_words;
 use crate::index::{Limbo, Retired};
 use crate::scopes::Scopes;
 use crate::simd::prefetch;
-use crate::sync::{AtomicU64, AtomicUsize, Ordering, Step, omitted};
+use crate::sync::{AtomicU64, AtomicUsize, Ordering, Step, fence, omitted};
 use crate::table::{Load, Records, Table};
 
 /// The longest chunk hash, in bytes.
@@ -58,9 +58,12 @@ impl State {
     const STRIKE: u64 = 1 << 2;
     const FLIGHT: u64 = 1 << 10;
     const INCARNATION: u64 = 1 << 24;
+    const STRIKES: u64 = Self::FLIGHT - Self::STRIKE;
+    const FLIGHTS: u64 = Self::INCARNATION - Self::FLIGHT;
+    const PHASE: u64 = Self::STRIKE - 1;
 
     pub(crate) fn phase(self) -> Phase {
-        match self.0 & 3 {
+        match self.0 & Self::PHASE {
             0 => Phase::Dead,
             1 => Phase::Idle,
             2 => Phase::Claimed,
@@ -69,15 +72,15 @@ impl State {
     }
 
     pub(crate) fn strikes(self) -> u64 {
-        (self.0 >> 2) & 0xff
+        (self.0 & Self::STRIKES) / Self::STRIKE
     }
 
     pub(crate) fn in_flight(self) -> u64 {
-        (self.0 >> 10) & MAX_IN_FLIGHT
+        (self.0 & Self::FLIGHTS) / Self::FLIGHT
     }
 
     pub(crate) fn incarnation(self) -> u64 {
-        self.0 >> 24
+        self.0 / Self::INCARNATION
     }
 
     pub(crate) fn may_be_struck(self) -> bool {
@@ -85,11 +88,11 @@ impl State {
     }
 
     fn with_phase(self, phase: Phase) -> Self {
-        Self(self.0 & !3 | phase as u64)
+        Self(self.0 & !Self::PHASE | phase as u64)
     }
 
     fn without_strikes(self) -> Self {
-        Self(self.0 & !(0xff << 2))
+        Self(self.0 & !Self::STRIKES)
     }
 
     /// The state after a registration ended or a removal.
@@ -227,9 +230,12 @@ impl Keys {
         prefetch(&self.records.words(id)[STATE]);
     }
 
-    /// Asks for a key's chunk hash.
+    /// Asks for a key's chunk hash. The key may be another's by now, or half made.
     pub(crate) fn prefetch_chunk_hash(&self, id: u32) {
-        prefetch(&self.key_words(self.place(id))[0]);
+        let place = self.place(id);
+        if let Some([first, ..]) = self.bytes.get(place.size).and_then(|arena| arena.try_words(place.slot)) {
+            prefetch(first);
+        }
     }
 
     /// Whether `incarnation` of the key is registered or being registered.
@@ -336,6 +342,8 @@ impl Keys {
 
     /// Says what a claimed key will name.
     pub(crate) fn describe(&self, registration: &Registration, content: u32, start: u64) {
+        // A reader that sees what is written here sees the claim before it too, and so takes neither for the one before.
+        fence(Ordering::Release);
         let record = self.records.words(registration.key);
         let scope = record[CONTENT_SCOPE].load(Ordering::Relaxed) as u32;
         record[CONTENT_SCOPE].store((u64::from(content) << 32) | u64::from(scope), Ordering::Relaxed);
@@ -499,12 +507,13 @@ impl Records for Keys {
     }
 
     fn same(&self, id: u32, other: u32) -> bool {
+        // Alive first: then the rest stays what it is while the caller is pinned.
+        if self.state(other).phase() == Phase::Dead || self.scope(id) != self.scope(other) {
+            return false;
+        }
         let (a, b) = (self.place(id), self.place(other));
         let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
-        self.state(other).phase() != Phase::Dead
-            && self.scope(id) == self.scope(other)
-            && a.len == b.len
-            && self.key_words(a).iter().map(load).eq(self.key_words(b).iter().map(load))
+        a.len == b.len && self.key_words(a).iter().map(load).eq(self.key_words(b).iter().map(load))
     }
 
     fn live(&self) -> usize {

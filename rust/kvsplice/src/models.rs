@@ -153,7 +153,7 @@ fn of_two_insertions_of_one_key_one_wins() {
 fn an_id_is_not_used_again_under_a_reader() {
     explore(3, Step::GracePeriod, || {
         // `link` names a slot; the slot must hold its value for as long as a reader that followed the link is pinned.
-        let shared = Arc::new((Epoch::new(), AtomicU32::new(1), AtomicU64::new(7)));
+        let shared = Arc::new((Epoch::<u64>::new(), AtomicU32::new(1), AtomicU64::new(7)));
         let reader = thread::spawn({
             let shared = Arc::clone(&shared);
             move || {
@@ -167,7 +167,7 @@ fn an_id_is_not_used_again_under_a_reader() {
         let (epoch, link, slot) = &*shared;
         let pin = epoch.pin();
         link.store(0, Ordering::Release);
-        epoch.retire(&pin, 1u32);
+        epoch.retire(&pin, 1);
         drop(pin);
         for _ in 0..3 {
             epoch.collect(|_| slot.store(8, Ordering::Relaxed));

@@ -18,7 +18,6 @@ mod real {
     pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 
     pub(crate) use bytemuck::zeroed_slice_box;
-    pub(crate) use crossbeam_queue::SegQueue as Queue;
     pub(crate) use once_cell::race::OnceBox as Once;
 
     /// A shared pointer that readers load without a lock and writers replace by compare-and-swap.
@@ -68,7 +67,6 @@ mod real {
 
 #[cfg(loom)]
 mod modelled {
-    use std::collections::VecDeque;
     use std::sync::Arc;
 
     use loom::sync::Mutex;
@@ -92,26 +90,6 @@ mod modelled {
     impl Zeroed for AtomicU32 {
         fn zeroed() -> Self {
             Self::new(0)
-        }
-    }
-
-    pub(crate) struct Queue<T>(Mutex<VecDeque<T>>);
-
-    impl<T> Queue<T> {
-        pub(crate) fn new() -> Self {
-            Self(Mutex::new(VecDeque::new()))
-        }
-
-        pub(crate) fn push(&self, value: T) {
-            self.0.lock().unwrap().push_back(value);
-        }
-
-        pub(crate) fn pop(&self) -> Option<T> {
-            self.0.lock().unwrap().pop_front()
-        }
-
-        pub(crate) fn len(&self) -> usize {
-            self.0.lock().unwrap().len()
         }
     }
 

@@ -114,6 +114,11 @@ impl Level {
         self.buckets.len() * BUCKET
     }
 
+    /// Whether writers have to leave what is free to the copier.
+    fn is_full(&self) -> bool {
+        self.used.load(Ordering::Relaxed) >= self.slots() - self.slots() / 8
+    }
+
     #[inline]
     fn home(&self, hash: u64) -> usize {
         // Scaled to the number of buckets.
@@ -249,13 +254,9 @@ impl Table {
         loop {
             fence(Ordering::SeqCst);
             let Some(next) = level.next.get() else {
-                return Some(found);
+                return wanted(found).then_some(found);
             };
-            found = Self::copy_word(&next, hash, found, records);
-            fence(Ordering::SeqCst);
-            if records.hash_of(found).is_none() {
-                Self::erase_from(&next, hash, found);
-            }
+            found = Self::relink(&next, hash, found, records);
             level = next;
         }
     }
@@ -288,7 +289,7 @@ impl Table {
     fn insert_from(start: &Arc<Level>, hash: u64, id: u32, records: &impl Records) -> Claim {
         let mut level = Arc::clone(start);
         loop {
-            if level.used.load(Ordering::Relaxed) >= level.slots() - level.slots() / 8 {
+            if level.is_full() {
                 return Claim::Full;
             }
             let claim = level.claim(hash, id, records);
@@ -352,8 +353,10 @@ impl Table {
             if let Some(next) = level.next.get() {
                 return next;
             }
-            // Room for half as much again as lives now.
-            level.next.set(Arc::new(Level::for_entries(records.live() * 3 / 2, self.load)));
+            // Room for half as much again as lives now, and for what comes while the blocks are copied: each insertion
+            // copies one.
+            let entries = records.live() * 3 / 2 + level.copied.len();
+            level.next.set(Arc::new(Level::for_entries(entries, self.load)));
         }
     }
 
@@ -385,6 +388,11 @@ impl Table {
             };
             if erased && !omitted(Step::RecheckAfterInsert) {
                 Self::erase_from(next, word, id);
+                // The id may serve the same text again by now, whose insertion took our word for its own.
+                fence(Ordering::SeqCst);
+                if records.hash_of(id).is_some_and(|hash| agrees(word, hash)) {
+                    Self::relink(next, word, id, records);
+                }
             }
         }
         level.copied[block].store(1, Ordering::Release);
@@ -395,8 +403,25 @@ impl Table {
         match next.claim(hash, id, records) {
             Claim::Done => id,
             Claim::Exists(other) => other,
-            // Writers leave an eighth of a level free, and it was made for half as much again as lives.
+            // See `next_of`: it was made with room for all that can come until it is complete.
             Claim::Full => unreachable!("no room in a new level"),
+        }
+    }
+
+    /// As [`copy_word`](Self::copy_word), and takes the word back if the record is dead.
+    fn relink(next: &Arc<Level>, hash: u64, id: u32, records: &impl Records) -> u32 {
+        loop {
+            let there = Self::copy_word(next, hash, id, records);
+            fence(Ordering::SeqCst);
+            let lives = || records.hash_of(id).is_some_and(|other| agrees(word(hash, id), other));
+            if there != id || lives() {
+                return there;
+            }
+            Self::erase_from(next, hash, id);
+            fence(Ordering::SeqCst);
+            if !lives() {
+                return id;
+            }
         }
     }
 
@@ -412,6 +437,10 @@ impl Table {
     /// Completes a rebuild alone, for a writer that found no slot.
     fn rebuild_now(&self, records: &impl Records) {
         let level = self.current.load();
+        if level.next.get().is_none() && !level.is_full() {
+            // Another thread has just been through with it.
+            return;
+        }
         let next = self.next_of(&level, records);
         level.cursor.store(level.copied.len(), Ordering::Relaxed);
         for (block, done) in level.copied.iter().enumerate() {

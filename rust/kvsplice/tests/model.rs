@@ -249,3 +249,32 @@ fn many_holders_of_one_text_cost_no_more_than_few() {
     assert_eq!(index.matches(&text(0), b"", Options { all_holders: true, ..Options::default() }).len(), 2);
     assert_eq!(index.check(), Ok(()));
 }
+
+/// A level for the few that live must have room for what comes while the large one before it is copied.
+#[test]
+fn an_index_that_shrinks_goes_on() {
+    let peak = if cfg!(debug_assertions) { 100_000u32 } else { 786_000 };
+    for left in [64, 300, 1000, 1400] {
+        let index = Index::new(Config { chunk_size: CHUNK, ..Config::default() }).unwrap();
+        let register = |n: u32| index.register(&text(n), &[n.to_le_bytes()], 0, 0, b"").unwrap().count;
+        (0..peak).for_each(|n| assert_eq!(register(n), 1));
+        (left..peak).for_each(|n| assert_eq!(index.remove(&[n.to_le_bytes()], b""), Ok(1)));
+        for n in peak..peak + 200_000 {
+            assert_eq!(register(n), 1);
+            assert_eq!(index.remove(&[n.to_le_bytes()], b""), Ok(1));
+        }
+        assert_eq!(index.len(), left as usize);
+        assert_eq!(index.check(), Ok(()));
+    }
+}
+
+#[test]
+fn memory_of_the_removed_is_used_again_without_further_removals() {
+    let index = Index::new(Config { chunk_size: CHUNK, ..Config::default() }).unwrap();
+    let register = |n: u32| index.register(&text(n), &[n.to_le_bytes()], 0, 0, b"").unwrap();
+    (0..20_000).for_each(|n| assert_eq!(register(n).count, 1));
+    (0..20_000u32).for_each(|n| assert_eq!(index.remove(&[n.to_le_bytes()], b""), Ok(1)));
+    let before = index.stats().token_bytes;
+    (0..20_000).for_each(|n| assert_eq!(register(20_000 + n).count, 1));
+    assert!(index.stats().token_bytes <= before + before / 50);
+}

@@ -128,3 +128,37 @@ fn many_texts_and_growth() {
 fn constant_eviction() {
     churn(500, 5000);
 }
+
+/// One thread adds holders of one text, another removes them: neither may fall behind for good.
+#[test]
+fn a_popular_text() {
+    let index = Index::new(Config { chunk_size: CHUNK, ..Config::default() }).unwrap();
+    let (registered, removed) = (AtomicU64::new(0), AtomicU64::new(0));
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|threads| {
+        threads.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                let n = registered.load(Ordering::Relaxed);
+                // The remover gets the time to keep up.
+                if n - removed.load(Ordering::Relaxed) < 10_000 {
+                    index.register(&text(0), &[key(0, n)], 0, position(0, n), b"").unwrap();
+                    registered.store(n + 1, Ordering::Release);
+                }
+            }
+        });
+        threads.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                let n = removed.load(Ordering::Relaxed);
+                if n + 100 < registered.load(Ordering::Acquire) {
+                    assert_eq!(index.remove(&[key(0, n)], b""), Ok(1));
+                    removed.store(n + 1, Ordering::Relaxed);
+                }
+            }
+        });
+        std::thread::sleep(seconds());
+        stop.store(true, Ordering::Relaxed);
+    });
+    let removed = removed.into_inner();
+    assert!(removed > 50_000, "{removed} removals in {:?}", seconds());
+    assert_eq!(index.check(), Ok(()));
+}
