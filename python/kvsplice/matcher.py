@@ -153,8 +153,8 @@ class MatcherStats(NamedTuple):
 class Matcher:
     """Finds stored chunks at any offset of a token sequence.
 
-    All methods may be called from any number of threads at once. `match` takes no lock and never waits for a
-    registration. The GIL is released while the index works.
+    An entry's key is its scope and chunk hash. All methods may be called from any number of threads at once. `match`
+    takes no lock and never waits for a registration. The GIL is released while the index works.
 
     Parameters
     ----------
@@ -205,8 +205,8 @@ class Matcher:
         """Index the full chunks of a stored sequence.
 
         Chunk ``i`` is ``tokens[i * chunk_size:(i + 1) * chunk_size]``, is indexed under ``chunk_hashes[i]``, and was
-        stored at position ``position_offset + i * chunk_size``. A chunk hash already registered in ``scope`` is
-        skipped, as are tokens at the end short of a chunk.
+        stored at position ``position_offset + i * chunk_size``. A chunk hash already registered in ``scope``, or just
+        being registered by another thread, is skipped, as are tokens at the end short of a chunk.
 
         Parameters
         ----------
@@ -275,7 +275,8 @@ class Matcher:
     def strike(self, chunk_hashes: Sequence[bytes], threshold: int = 2, scope: bytes = b"") -> list[bytes]:
         """Note that storage no longer held these chunks; evict those at ``threshold`` strikes (1 to 255).
 
-        A chunk hash in flight (`begin` without its `finish`) takes no strike. Return the evicted chunk hashes.
+        A chunk hash in flight (`begin` without its `finish`) takes no strike; one given twice takes two. Return the
+        evicted chunk hashes.
         """
         return self._index.strike(chunk_hashes, threshold, scope)
 
@@ -289,7 +290,9 @@ class Matcher:
     def begin(self, chunk_hashes: Sequence[bytes], scope: bytes = b"") -> None:
         """Mark a registration of each chunk hash as in flight. Counted: each `begin` needs its own `finish`.
 
-        The chunk hashes need not be registered yet.
+        The chunk hashes need not be registered yet. Marks are not bounded by ``capacity``: a `begin` that never gets
+        its `finish` costs some 70 bytes for good. Marked entries are not evicted to make room; if all are, the matcher
+        rejects.
 
         Raises
         ------

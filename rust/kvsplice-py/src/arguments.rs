@@ -28,7 +28,7 @@ where
 }
 
 /// Bytes that stay where they are while the GIL is released.
-pub(crate) fn bytes(name: &str, object: &Bound<'_, PyAny>) -> PyResult<PyBackedBytes> {
+pub(crate) fn bytes(name: impl std::fmt::Display, object: &Bound<'_, PyAny>) -> PyResult<PyBackedBytes> {
     match object.cast::<PyBytes>() {
         Ok(bytes) => Ok(bytes.clone().into()),
         Err(_) => Err(PyTypeError::new_err(format!("{name} must be bytes, not {}", type_name(object)))),
@@ -46,5 +46,5 @@ pub(crate) fn chunk_hashes(object: &Bound<'_, PyAny>) -> PyResult<Vec<PyBackedBy
         return Err(refuse());
     }
     let items = object.try_iter().map_err(|_| refuse())?;
-    items.enumerate().map(|(index, item)| bytes(&format!("chunk_hashes[{index}]"), &item?)).collect()
+    items.enumerate().map(|(index, item)| bytes(format_args!("chunk_hashes[{index}]"), &item?)).collect()
 }

@@ -39,11 +39,11 @@ impl Index {
         let config = Config {
             chunk_size: number("chunk_size", chunk_size, 1, MAX_CHUNK_SIZE)?,
             capacity: number("capacity", capacity, 1, MAX_CAPACITY)?,
-            on_full: match on_full.to_string().as_str() {
-                "evict" => OnFull::Evict,
-                "reject" => OnFull::Reject,
-                other => {
-                    let message = format!("on_full must be \"evict\" or \"reject\", not {other:?}");
+            on_full: match on_full.extract::<&str>() {
+                Ok("evict") => OnFull::Evict,
+                Ok("reject") => OnFull::Reject,
+                _ => {
+                    let message = format!("on_full must be \"evict\" or \"reject\", not {}", on_full.repr()?);
                     return Err(PyValueError::new_err(message));
                 }
             },
@@ -241,8 +241,8 @@ mod _core {
 
     /// The base that an index made with `seed` uses.
     #[pyfunction]
-    fn base_for_seed(seed: u64) -> u64 {
-        super::base_for_seed(seed)
+    fn base_for_seed(seed: &Bound<'_, PyAny>) -> PyResult<u64> {
+        Ok(super::base_for_seed(super::number("seed", seed, 0, u64::MAX)?))
     }
 
     #[pymodule_init]

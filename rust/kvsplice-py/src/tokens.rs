@@ -49,12 +49,12 @@ impl<'py> Tokens<'py> {
         }
         // In place if it lies there as a slice does: contiguous and aligned.
         if let Ok(array) = array.cast::<PyArray1<u32>>() {
-            let array = array.readonly();
+            let array = array.try_readonly()?;
             if array.as_slice().is_ok() {
                 return Ok(Self::Unsigned(array));
             }
         } else if let Ok(array) = array.cast::<PyArray1<i32>>() {
-            let array = array.readonly();
+            let array = array.try_readonly()?;
             if let Ok(tokens) = array.as_slice() {
                 return match tokens.iter().position(|&token| token < 0) {
                     None => Ok(Self::Signed(array)),
