@@ -12,9 +12,10 @@ pub(crate) struct Filter {
 }
 
 impl Filter {
-    /// Room for `entries`, with 8 to 16 bits for each.
+    /// Room for `entries`, with 16 to 32 bits for each while that fits the L2 cache, and with 8 to 16 beyond.
     pub(crate) fn for_entries(entries: usize) -> Self {
-        let words = (entries / 8).next_power_of_two().max(2);
+        let generous = (entries / 4).next_power_of_two().max(2);
+        let words = if generous < LARGE { generous } else { generous / 2 };
         Self { words: zeroed_slice_box(words), shift: 64 - words.ilog2() }
     }
 
@@ -71,14 +72,19 @@ per_simd! {
 fn select_body<const LARGE: bool>(words: &[AtomicU64], shift: u32, hashes: &[u64], places: &mut [u32]) -> usize {
     let places = &mut places[..hashes.len()];
     let mut selected = 0;
-    for (place, &hash) in hashes.iter().enumerate() {
-        if LARGE && let Some(&ahead) = hashes.get(place + AHEAD) {
-            prefetch(&words[(ahead >> shift) as usize]);
-        }
+    let mut test = |place: usize, hash: u64| {
         // Always written, kept if selected: no branch to mispredict.
         places[selected] = place as u32;
         let word = words[(hash >> shift) as usize].load(Ordering::Relaxed);
         selected += ((word >> ((hash >> 32) & 63)) & (word >> ((hash >> 38) & 63)) & 1) as usize;
+    };
+    let ahead = if LARGE { hashes.get(AHEAD..).unwrap_or_default() } else { &[] };
+    for (place, (&hash, &ahead)) in hashes.iter().zip(ahead).enumerate() {
+        prefetch(&words[(ahead >> shift) as usize]);
+        test(place, hash);
+    }
+    for (place, &hash) in hashes.iter().enumerate().skip(ahead.len()) {
+        test(place, hash);
     }
     selected
 }

@@ -378,6 +378,9 @@ impl Index {
             // overlap; then the few offsets that are left.
             self.roller.keyed_block(scope.key, &tokens[first..], &mut scratch, hashes);
             let selected = level.filter().select(self.simd, hashes, &mut places);
+            for &place in &places[..selected] {
+                level.prefetch_home(hashes[place as usize]);
+            }
             let mut likely = 0;
             for n in 0..selected {
                 let place = places[n];

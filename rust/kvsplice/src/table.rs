@@ -22,6 +22,7 @@
 use std::ops::ControlFlow;
 
 use crate::filter::Filter;
+use crate::simd::prefetch;
 use crate::sync::{
     Arc, AtomicU32, AtomicU64, AtomicUsize, Next, Ordering, Step, Swap, fence, omitted, zeroed_slice_box,
 };
@@ -127,6 +128,11 @@ impl Level {
 
     pub(crate) fn filter(&self) -> &Filter {
         &self.filter
+    }
+
+    /// Asks for `hash`'s home bucket.
+    pub(crate) fn prefetch_home(&self, hash: u64) {
+        prefetch(&self.buckets[self.home(hash)]);
     }
 
     /// Whether `hash`'s home bucket rules nothing in: no word agrees and it has spilled nothing.
