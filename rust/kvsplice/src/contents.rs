@@ -103,6 +103,15 @@ impl Contents {
         self.table.find(text.hash, self, |id| self.compare(id, text) == Comparison::Equal)
     }
 
+    /// Asks for the places in the table and its filter where texts are or will be.
+    pub(crate) fn prefetch_places(&self, hashes: impl Iterator<Item = u64>) {
+        let level = self.table.level();
+        for hash in hashes {
+            level.prefetch_home(hash);
+            level.filter().prefetch(hash);
+        }
+    }
+
     /// Asks for the cache lines that [`compare`](Self::compare) will read.
     pub(crate) fn prefetch(&self, id: u32) {
         // The processor goes on by itself from there.

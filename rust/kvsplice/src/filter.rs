@@ -32,6 +32,11 @@ impl Filter {
         self.words[word].load(Ordering::Relaxed) & bits == bits
     }
 
+    /// Asks for the word that `hash` is in.
+    pub(crate) fn prefetch(&self, hash: u64) {
+        prefetch(&self.words[self.place(hash).0]);
+    }
+
     /// Writes the places in `hashes` of those that may have been added to the front of `places`; returns their number.
     pub(crate) fn select(&self, simd: Simd, hashes: &[u64], places: &mut [u32]) -> usize {
         let select = if self.words.len() < LARGE { select } else { select_large };

@@ -251,30 +251,40 @@ impl Index {
             return Ok(done);
         }
         let scope = self.enter(scope);
-        let windows = tokens.chunks_exact(self.config.chunk_size).zip(chunk_hashes).enumerate();
-        for (n, (window, chunk_hash)) in windows.skip(start_chunk) {
-            let start = position_offset + (n * self.config.chunk_size) as u64;
-            done.count += usize::from(self.register_chunk(window, chunk_hash.as_ref(), start, &scope, &mut done));
-            self.reclaim();
+        for first in (start_chunk..chunks).step_by(GROUP) {
+            let new_chunk = |n: usize| NewChunk {
+                window: &tokens[n * self.config.chunk_size..][..self.config.chunk_size],
+                start: position_offset + (n * self.config.chunk_size) as u64,
+                key: KeyName::new(scope.id, scope.name.key, chunk_hashes[n].as_ref()),
+                hash: None,
+            };
+            let mut group: Vec<NewChunk<'_>> = (first..chunks.min(first + GROUP)).map(new_chunk).collect();
+            self.prefetch_places(&mut group, &scope);
+            for chunk in &group {
+                done.count += usize::from(self.register_chunk(chunk, &scope, &mut done));
+                self.reclaim();
+            }
         }
         self.leave(&scope);
         count(&self.counters.registered, done.count);
         Ok(done)
     }
 
-    fn register_chunk(
-        &self,
-        window: &[u32],
-        chunk_hash: &[u8],
-        start: u64,
-        scope: &EnteredScope,
-        done: &mut Registered,
-    ) -> bool {
+    /// Asks for the places in the tables where chunks will go, for all of them before the first is registered.
+    fn prefetch_places(&self, group: &mut [NewChunk<'_>], scope: &EnteredScope) {
+        self.keys.prefetch_places(group.iter().map(|chunk| &chunk.key));
         let pin = self.limbo.pin();
-        let key = KeyName::new(scope.id, scope.name.key, chunk_hash);
+        for chunk in group.iter_mut().filter(|chunk| self.keys.find(&chunk.key, &pin).is_none()) {
+            chunk.hash = Some(self.roller.single(chunk.window) ^ scope.name.key);
+        }
+        self.contents.prefetch_places(group.iter().filter_map(|chunk| chunk.hash));
+    }
+
+    fn register_chunk(&self, chunk: &NewChunk<'_>, scope: &EnteredScope, done: &mut Registered) -> bool {
+        let pin = self.limbo.pin();
         let text = || {
-            let hash = self.roller.single(window) ^ scope.name.key;
-            Text { hash, scope: scope.id, tokens: window }
+            let hash = chunk.hash.unwrap_or_else(|| self.roller.single(chunk.window) ^ scope.name.key);
+            Text { hash, scope: scope.id, tokens: chunk.window }
         };
         if self.config.dedup_content
             && let Some(content) = self.contents.find(&text(), &pin)
@@ -282,7 +292,7 @@ impl Index {
         {
             return false;
         }
-        let Some(claim) = self.keys.claim(&key, &pin, &self.scopes, &self.limbo) else {
+        let Some(claim) = self.keys.claim(&chunk.key, &pin, &self.scopes, &self.limbo) else {
             return false;
         };
         if !self.make_room(&pin, done) {
@@ -294,7 +304,7 @@ impl Index {
         if omitted(Step::PublishLast) {
             self.keys.publish(&claim);
         }
-        self.keys.describe(&claim, content, start);
+        self.keys.describe(&claim, content, chunk.start);
         self.keys.publish(&claim);
         true
     }
@@ -660,7 +670,16 @@ struct Candidate {
     content: u32,
 }
 
-/// Candidates that are verified together.
+/// A chunk on its way in.
+struct NewChunk<'a> {
+    window: &'a [u32],
+    start: u64,
+    key: KeyName,
+    /// Computed for those whose key is new.
+    hash: Option<u64>,
+}
+
+/// Chunks that are verified or registered together.
 const GROUP: usize = 16;
 
 struct EnteredScope {

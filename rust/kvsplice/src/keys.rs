@@ -225,6 +225,12 @@ impl Keys {
         ChunkHash { len: place.len as u8, bytes }
     }
 
+    /// Asks for the places in the table where keys are or will be.
+    pub(crate) fn prefetch_places<'a>(&self, names: impl Iterator<Item = &'a KeyName>) {
+        let level = self.table.level();
+        names.for_each(|name| level.prefetch_home(name.hash));
+    }
+
     /// Asks for a key's record.
     pub(crate) fn prefetch(&self, id: u32) {
         prefetch(&self.records.words(id)[STATE]);

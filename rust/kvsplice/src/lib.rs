@@ -29,7 +29,7 @@
 //! # What concurrent callers can rely on
 //!
 //! Every method takes `&self` and may be called from any thread at any time. Nothing locks and nobody waits: writers go
-//! by compare-and-swap, and a writer that is stopped half-way keeps no other from its work.
+//! by compare-and-swap, and a writer that is stopped half-way keeps no other from its work (the memory allocator aside).
 //!
 //! 1. A chunk whose registration returned before a match began, and that nobody removed or evicted, is found.
 //! 2. A reported match is token-exact and of the scope asked for, and its key and position belong together.
