@@ -10,8 +10,8 @@ use std::ops::ControlFlow;
 
 use crate::arena::Arena;
 use crate::epoch::Pin;
-use crate::index::{Limbo, Retired};
 use crate::keys::{Keys, Registration};
+use crate::limbo::{Limbo, Retired};
 use crate::simd::prefetch;
 use crate::sync::{AtomicU64, AtomicUsize, Ordering, Step, fence, omitted};
 use crate::table::{Level, Load, Records, Table};

@@ -1,6 +1,6 @@
 //! What can be wrong with a caller's arguments.
 
-use crate::index::{MAX_CAPACITY, MAX_CHUNK_SIZE, MAX_STRIKES};
+use crate::config::{MAX_CAPACITY, MAX_CHUNK_SIZE, MAX_STRIKES};
 use crate::keys::{MAX_CHUNK_HASH_BYTES, MAX_IN_FLIGHT};
 
 /// An argument that was refused. Nothing was changed.

@@ -3,152 +3,18 @@
 use std::collections::HashSet;
 use std::ops::ControlFlow;
 
+use crate::config::{Config, MAX_CAPACITY, MAX_CHUNK_SIZE, MAX_STRIKES, OnFull};
 use crate::contents::{Comparison, Contents, Text};
 use crate::epoch::{Epoch, Pin};
 use crate::error::Error;
 use crate::hash::{Roller, Scratch, Secrets};
-use crate::keys::{ChunkHash, KeyName, Keys, MAX_CHUNK_HASH_BYTES, Phase, State};
+use crate::keys::{KeyName, Keys, MAX_CHUNK_HASH_BYTES, Phase, State};
+use crate::limbo::{Limbo, Retired};
+use crate::report::{Hit, Options, Registered, Stats};
 use crate::scopes::{ScopeName, Scopes};
 use crate::simd::Simd;
 use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Ordering, Step, fence, omitted};
 use crate::table::Records;
-
-/// The longest chunk, in tokens.
-pub const MAX_CHUNK_SIZE: usize = 1 << 16;
-
-/// The most chunk hashes that one index can hold.
-pub const MAX_CAPACITY: usize = 1 << 30;
-
-/// The highest threshold for strikes.
-pub const MAX_STRIKES: u64 = 255;
-
-/// What to do when a registration finds the index full.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OnFull {
-    /// Drop the chunk hash that went unused for longest.
-    Evict,
-    /// Index no more.
-    Reject,
-}
-
-/// How an [`Index`] is made.
-#[derive(Clone, Debug)]
-pub struct Config {
-    /// Tokens per chunk, 1 to [`MAX_CHUNK_SIZE`].
-    pub chunk_size: usize,
-    /// The most chunk hashes held at once, 1 to [`MAX_CAPACITY`].
-    pub capacity: usize,
-    /// What a registration does when that is reached.
-    pub on_full: OnFull,
-    /// Skip a chunk whose text is indexed in its scope already.
-    pub dedup_content: bool,
-    /// Seed of the fingerprint base and the table hash; random if absent.
-    pub seed: Option<u64>,
-}
-
-impl Default for Config {
-    fn default() -> Self {
-        Self { chunk_size: 256, capacity: 1 << 20, on_full: OnFull::Evict, dedup_content: false, seed: None }
-    }
-}
-
-/// What [`Index::matches`] reports.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Options {
-    /// A text at each offset where it occurs, not only at the first.
-    pub every_occurrence: bool,
-    /// Each chunk hash that holds a text, not only the one registered or confirmed last.
-    pub all_holders: bool,
-}
-
-/// A stored chunk found in a query.
-#[derive(Clone, Copy, Debug)]
-pub struct Hit {
-    /// Position of its first token when it was stored.
-    pub old_start: u64,
-    /// Offset of its first token in the query.
-    pub cur_start: usize,
-    /// Its length in tokens.
-    pub len: usize,
-    /// Its storage key.
-    pub chunk_hash: ChunkHash,
-}
-
-/// Counters of an [`Index`]; exact when no other thread is at work.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
-    /// Chunk hashes registered now.
-    pub entries: usize,
-    /// Different texts held now.
-    pub contents: usize,
-    /// Scopes in use now.
-    pub scopes: usize,
-    /// The most chunk hashes that can be registered at once.
-    pub capacity: usize,
-    /// Memory for texts, in bytes, free slots included.
-    pub token_bytes: usize,
-    /// Memory for all else, in bytes.
-    pub overhead_bytes: usize,
-    /// Chunk hashes newly indexed so far.
-    pub registered: u64,
-    /// Chunk hashes removed so far by [`Index::remove`].
-    pub removed: u64,
-    /// Chunk hashes evicted so far by [`Index::strike`].
-    pub struck_out: u64,
-    /// Chunk hashes evicted so far to make room.
-    pub evicted: u64,
-    /// Chunks not indexed so far for want of room.
-    pub rejected_full: u64,
-    /// Fingerprint hits so far whose tokens differed.
-    pub rejected_collisions: u64,
-    /// Table rebuilds so far.
-    pub table_rebuilds: u64,
-}
-
-/// What one registration did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Registered {
-    /// Chunks newly indexed.
-    pub count: usize,
-    /// The index was full for the first time.
-    pub first_time_full: bool,
-}
-
-/// An id that waits until no reader can hold it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Retired {
-    Scope(u32),
-    Key(u32),
-    Content(u32),
-    Node(u32),
-}
-
-/// As a word: the kind in the high half, the id in the low one.
-impl From<Retired> for u64 {
-    fn from(item: Retired) -> Self {
-        let (kind, id) = match item {
-            Retired::Scope(id) => (0, id),
-            Retired::Key(id) => (1, id),
-            Retired::Content(id) => (2, id),
-            Retired::Node(id) => (3, id),
-        };
-        (kind << 32) | Self::from(id)
-    }
-}
-
-impl From<u64> for Retired {
-    fn from(word: u64) -> Self {
-        let id = word as u32;
-        match word >> 32 {
-            0 => Self::Scope(id),
-            1 => Self::Key(id),
-            2 => Self::Content(id),
-            _ => Self::Node(id),
-        }
-    }
-}
-
-pub(crate) type Limbo = Epoch<Retired>;
 
 #[derive(Default)]
 struct Counters {

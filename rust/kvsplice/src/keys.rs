@@ -7,7 +7,7 @@
 use crate::arena::Arena;
 use crate::epoch::Pin;
 use crate::hash::hash_words;
-use crate::index::{Limbo, Retired};
+use crate::limbo::{Limbo, Retired};
 use crate::scopes::Scopes;
 use crate::simd::prefetch;
 use crate::sync::{AtomicU64, AtomicUsize, Ordering, Step, fence, omitted};

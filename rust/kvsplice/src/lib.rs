@@ -45,6 +45,7 @@
 //! until it is dropped.
 
 mod arena;
+mod config;
 mod contents;
 mod epoch;
 mod error;
@@ -52,15 +53,19 @@ mod filter;
 pub mod hash;
 mod index;
 mod keys;
+mod limbo;
 #[cfg(all(test, loom))]
 mod models;
+mod report;
 mod scopes;
 mod simd;
 pub mod spans;
 mod sync;
 mod table;
 
+pub use config::{Config, MAX_CAPACITY, MAX_CHUNK_SIZE, MAX_STRIKES, OnFull};
 pub use error::Error;
-pub use index::{Config, Hit, Index, MAX_CAPACITY, MAX_CHUNK_SIZE, MAX_STRIKES, OnFull, Options, Registered, Stats};
+pub use index::Index;
 pub use keys::{ChunkHash, MAX_CHUNK_HASH_BYTES, MAX_IN_FLIGHT};
+pub use report::{Hit, Options, Registered, Stats};
 pub use simd::Simd;

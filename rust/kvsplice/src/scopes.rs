@@ -6,7 +6,7 @@
 use crate::arena::Arena;
 use crate::epoch::Pin;
 use crate::hash::hash_words;
-use crate::index::{Limbo, Retired};
+use crate::limbo::{Limbo, Retired};
 use crate::sync::{AtomicUsize, Ordering};
 use crate::table::{Load, Records, Table};
 
