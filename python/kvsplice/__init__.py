@@ -1,14 +1,21 @@
-"""kvsplice: find cached KV chunks at any offset of a prompt."""
+"""kvsplice: find cached KV chunks at any offset of a prompt, and splice them into a paged cache."""
 
 from kvsplice import hashing
 from kvsplice._core import __version__
 from kvsplice.matcher import Match, Matcher, MatcherStats, Matches, coverage, non_overlapping_after_prefix
+from kvsplice.rope import RopeTables
+from kvsplice.splicer import Chunk, PagedLayout, SpliceResult, Splicer
 
 __all__ = [
+    "Chunk",
     "Match",
     "Matcher",
     "MatcherStats",
     "Matches",
+    "PagedLayout",
+    "RopeTables",
+    "SpliceResult",
+    "Splicer",
     "__version__",
     "coverage",
     "hashing",

@@ -1,0 +1,8 @@
+"""Splices stored KV into paged caches."""
+
+from kvsplice.splicer.chunk import Chunk, StagedMemory
+from kvsplice.splicer.cuda import CudaOptions
+from kvsplice.splicer.layout import PagedLayout
+from kvsplice.splicer.splicer import SpliceResult, Splicer
+
+__all__ = ["Chunk", "CudaOptions", "PagedLayout", "SpliceResult", "Splicer", "StagedMemory"]

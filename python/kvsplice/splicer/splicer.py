@@ -1,0 +1,146 @@
+"""The splicer: checks, then writes, on the CPU or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvsplice.rope import RopeTables
+from kvsplice.splicer import streams
+from kvsplice.splicer.chunk import Chunk
+from kvsplice.splicer.cpu import CpuBackend
+from kvsplice.splicer.cuda import PATHS, CudaBackend, CudaOptions
+from kvsplice.splicer.layout import PagedLayout
+from kvsplice.splicer.plan import Planner
+
+
+@dataclass(frozen=True)
+class SpliceResult:
+    """What a splice did.
+
+    Attributes
+    ----------
+    tokens : int
+        Tokens written, or enqueued to be.
+    nbytes : int
+        Bytes of KV written for them.
+    path : str
+        ``cpu``; or on a GPU ``device`` (the chunks lay there), ``direct`` (the kernel read pinned host memory), ``staged``
+        (copied to the device in pieces first), a combination with ``+``; ``none`` if there was nothing to do.
+    event : cupy.cuda.Event or None
+        On a GPU, recorded behind the last write. Sources must stay as they are until it is reached.
+    """
+
+    tokens: int
+    nbytes: int
+    path: str
+    event: Any = None
+
+
+class Splicer:
+    """Writes chunks of stored KV into a paged cache, with K rotated to its new position.
+
+    Parameters
+    ----------
+    layouts : PagedLayout or sequence of PagedLayout
+        The paged cache, by groups of layers.
+    rope : RopeTables or None
+        The model's rope; None only for models without one.
+    chunk_tokens : int
+        Tokens of a stored object.
+    backend : str, optional
+        ``cpu`` or ``cuda``; by where the layouts are if left out.
+    cuda : CudaOptions, optional
+
+    Raises
+    ------
+    ValueError, TypeError
+        If layouts and rope do not fit each other.
+    RuntimeError
+        If CUDA is asked for and CuPy, a GPU or a driver that loads the kernels is missing.
+    """
+
+    def __init__(
+        self,
+        layouts: PagedLayout | Sequence[PagedLayout],
+        rope: RopeTables | None,
+        *,
+        chunk_tokens: int = 256,
+        backend: str | None = None,
+        cuda: CudaOptions | None = None,
+    ) -> None:
+        groups = [layouts] if isinstance(layouts, PagedLayout) else list(layouts)
+        self._planner = Planner(groups, rope, chunk_tokens)
+        self.backend = backend or groups[0].device.kind
+        if self.backend not in {"cpu", "cuda"}:
+            raise ValueError(f"backend: {backend!r} is neither 'cpu' nor 'cuda'")
+        self._cpu = CpuBackend(self._planner) if self.backend == "cpu" else None
+        self._cuda = CudaBackend(self._planner, cuda or CudaOptions()) if self.backend == "cuda" else None
+
+    @property
+    def layouts(self) -> tuple[PagedLayout, ...]:
+        """The paged cache, by groups of layers."""
+        return self._planner.layouts
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a stored object."""
+        return self._planner.chunk_tokens
+
+    def object_shapes(self) -> tuple[tuple[int, int, int, int], ...]:
+        """The shape of a stored object of each group: ``[kv_size, layers, tokens, hidden]``."""
+        return self._planner.shapes
+
+    def splice(self, chunks: Sequence[Chunk], block_tables: Any, *, stream: object = None, path: str = "auto") -> SpliceResult:
+        """Write chunks to the slots of a request.
+
+        The token at position ``p`` goes to slot ``p % block_size`` of block ``block_tables[group][p // block_size]``. Bytes of
+        other tokens are not touched. V, and K of chunks that did not move, are copied bit by bit.
+
+        All checks come first: after an error nothing was written. On a GPU the call enqueues and returns; calls from several
+        threads and on several streams may overlap, as long as they write to different blocks or are ordered by the caller.
+
+        Parameters
+        ----------
+        chunks : sequence of Chunk
+        block_tables : sequence of integer arrays
+            The request's block numbers for each group, in host memory; a single array where there is one group.
+        stream : optional
+            CUDA stream of torch, CuPy, or a handle; the current one of the framework that the layouts' arrays belong to if
+            left out.
+        path : str
+            ``auto``, or for chunks in pinned host memory ``staged`` or ``direct``.
+
+        Returns
+        -------
+        SpliceResult
+
+        Raises
+        ------
+        ValueError, TypeError
+            Naming the argument that is wrong.
+        """
+        if path not in PATHS:
+            raise ValueError(f"path: {path!r} is none of {', '.join(PATHS)}")
+        plan = self._planner.plan(chunks, block_tables)
+        nbytes = sum(self._planner.nbytes) * plan.tokens // self.chunk_tokens
+        if self._cpu is not None:
+            if stream is not None:
+                raise ValueError("stream: the CPU backend has no streams")
+            self._cpu.check(plan)
+            self._cpu.write(plan)
+            return SpliceResult(plan.tokens, nbytes, "cpu" if plan.tokens else "none")
+        assert self._cuda is not None
+        places = self._cuda.locate(plan)
+        owners = [owner for layout in self.layouts for owner in layout.owners]
+        where = streams.handle(stream, self._cuda.device.index, owners)
+        if not plan.tokens:
+            return SpliceResult(0, 0, "none")
+        taken, event = self._cuda.enqueue(plan, places, path, where)
+        return SpliceResult(plan.tokens, nbytes, taken, event)
+
+    def close(self) -> None:
+        """Free device memory; waits for copies in flight. Safe to call twice."""
+        if self._cuda is not None:
+            self._cuda.close()
