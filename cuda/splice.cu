@@ -56,6 +56,7 @@ enum { MAX_SEGMENTS = 8 };
 struct Launch {
     const Chunk* chunks;
     const int* blocks;  // the group's block table
+    u64 source;         // the staged object instead of the chunk's own, unless 0
     i64 units;
     int units_per_chunk;
     int block_size;
@@ -393,7 +394,8 @@ __device__ __forceinline__ void splice(const Launch& launch) {
         const i64 paged = launch.blocks[block] * segment.block_stride +
                           (position - block * launch.block_size) * segment.token_stride + head * segment.head_stride +
                           element * segment.element_stride;
-        const u64 source = chunk.source + (chunk.offset + token) * segment.staged_token_stride +
+        const u64 object = launch.source ? launch.source : chunk.source;
+        const u64 source = object + (chunk.offset + token) * segment.staged_token_stride +
                            head * segment.staged_head_stride + element * Type::size;
         const i64 staged_partner = static_cast<i64>(segment.partner) * Type::size;
         const i64 paged_partner = segment.partner * segment.element_stride;

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+LOCATIONS = ("device", "pinned", "pageable")
+
+
 @dataclass(frozen=True)
 class StagedMemory:
     """A stored object by its address. The caller keeps it alive and vouches for its extent.
@@ -18,11 +21,23 @@ class StagedMemory:
     breaks : tuple of int, optional
         Byte offsets in the object where one pinned registration ends and the next begins. CUDA copies no range that
         crosses one.
+    location : str, optional
+        ``device``, ``pinned`` or ``pageable``, where the caller knows it; the driver is asked otherwise.
+
+    Raises
+    ------
+    ValueError
+        If the location is none of these.
     """
 
     pointer: int
     nbytes: int
     breaks: tuple[int, ...] = ()
+    location: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.location not in {None, *LOCATIONS}:
+            raise ValueError(f"location: {self.location!r} is none of {', '.join(LOCATIONS)}")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ LAUNCH = np.dtype(
     [
         ("chunks", "u8"),
         ("blocks", "u8"),
+        ("source", "u8"),
         ("units", "i8"),
         ("units_per_chunk", "i4"),
         ("block_size", "i4"),

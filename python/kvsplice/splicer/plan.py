@@ -5,26 +5,26 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvsplice.arrays import CPU, Device, describe
-from kvsplice.dtypes import DTYPES
 from kvsplice.rope import UNROTATED, RopeTables
 from kvsplice.splicer.chunk import Chunk, StagedMemory
 from kvsplice.splicer.layout import PagedLayout
 from kvsplice.splicer.segments import Segment, cut
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Where a chunk's object lies. ``device`` is None where only its address is known."""
 
     pointer: int
     device: Device | None
     breaks: tuple[int, ...]
+    location: str | None
     owner: object
 
 
@@ -39,7 +39,9 @@ class Plan:
     sources : list of list of Source
         By group, then by chunk.
     block_tables : list of int32 arrays
-        By group.
+        By group, as far as they are used.
+    tokens : int
+        Tokens to be written.
     """
 
     old_start: NDArray[np.int64]
@@ -48,11 +50,7 @@ class Plan:
     count: NDArray[np.int64]
     sources: list[list[Source]]
     block_tables: list[NDArray[np.int32]]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens to be written."""
-        return int(self.count.sum())
+    tokens: int
 
 
 class Planner:
@@ -91,43 +89,41 @@ class Planner:
             Naming the argument, the chunk and the group that is wrong.
         """
         chunks = list(chunks)
-        old, cur, offset, count = self._positions(chunks)
+        rows = [self._positions(chunk, index) for index, chunk in enumerate(chunks)]
         sources = self._sources(chunks)
         tables = self._block_tables(block_tables)
-        order = np.argsort(cur, kind="stable")
-        starts, ends = cur[order], (cur + count)[order]
-        overlap = np.flatnonzero(starts[1:] < ends[:-1])
-        if overlap.size:
-            first, second = order[overlap[0]], order[overlap[0] + 1]
-            raise ValueError(f"chunks[{first}] and chunks[{second}] overlap at position {int(starts[overlap[0] + 1])}")
-        for group, (layout, table) in enumerate(zip(self.layouts, tables, strict=True)):
-            self._check_slots(group, layout, table, starts, ends)
-        return Plan(old, cur, offset, count, sources, tables)
+        spans = sorted((cur, cur + count, index) for index, (_, cur, _, count) in enumerate(rows))
+        for (_, end, first), (start, _, second) in pairwise(spans):
+            if start < end:
+                raise ValueError(f"chunks[{first}] and chunks[{second}] overlap at position {start}")
+        used = [
+            _used_blocks(group, layout, table, spans) for group, (layout, table) in enumerate(zip(self.layouts, tables, strict=True))
+        ]
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        return Plan(*columns, sources, used, sum(count for *_, count in rows))
 
-    def _positions(self, chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], ...]:
-        columns = np.empty((4, len(chunks)), dtype=np.int64)
-        for index, chunk in enumerate(chunks):
-            if not isinstance(chunk, Chunk):
-                raise TypeError(f"chunks[{index}]: expected a Chunk, not {type(chunk).__name__}")
-            old = UNROTATED if chunk.old_start is None else _integer(chunk.old_start, index, "old_start")
-            cur, offset = _integer(chunk.cur_start, index, "cur_start"), _integer(chunk.offset, index, "offset")
-            count = self.chunk_tokens - offset if chunk.count is None else _integer(chunk.count, index, "count")
-            if not 0 <= offset < self.chunk_tokens:
-                raise ValueError(f"chunks[{index}].offset: {offset} is not in an object of {self.chunk_tokens} tokens")
-            if not 1 <= count <= self.chunk_tokens - offset:
-                raise ValueError(f"chunks[{index}].count: {count} of an object of {self.chunk_tokens} tokens, from {offset} on")
-            if cur < 0:
-                raise ValueError(f"chunks[{index}].cur_start: {cur} is negative")
-            if chunk.old_start is not None and old < 0:
-                raise ValueError(f"chunks[{index}].old_start: {old} is negative")
-            if self.max_position is not None and old != cur:
-                for name, start in (("old_start", old), ("cur_start", cur)):
-                    if start + count > self.max_position:
-                        raise ValueError(
-                            f"chunks[{index}].{name}: positions up to {start + count - 1}, but the rope table ends at {self.max_position - 1}"
-                        )
-            columns[:, index] = old, cur, offset, count
-        return columns[0], columns[1], columns[2], columns[3]
+    def _positions(self, chunk: Chunk, index: int) -> tuple[int, int, int, int]:
+        """Old start, current start, offset and count."""
+        if not isinstance(chunk, Chunk):
+            raise TypeError(f"chunks[{index}]: expected a Chunk, not {type(chunk).__name__}")
+        tokens = self.chunk_tokens
+        old = UNROTATED if chunk.old_start is None else _integer(chunk.old_start, index, "old_start")
+        cur, offset = _integer(chunk.cur_start, index, "cur_start"), _integer(chunk.offset, index, "offset")
+        if not 0 <= offset < tokens:
+            raise ValueError(f"chunks[{index}].offset: {offset} is not in an object of {tokens} tokens")
+        count = tokens - offset if chunk.count is None else _integer(chunk.count, index, "count")
+        if not 1 <= count <= tokens - offset:
+            raise ValueError(f"chunks[{index}].count: {count} of an object of {tokens} tokens, from {offset} on")
+        if cur < 0:
+            raise ValueError(f"chunks[{index}].cur_start: {cur} is negative")
+        if old < 0 and chunk.old_start is not None:
+            raise ValueError(f"chunks[{index}].old_start: {old} is negative")
+        if self.max_position is not None and old != cur and max(old, cur) + count > self.max_position:
+            name, start = ("cur_start", cur) if cur + count > self.max_position else ("old_start", old)
+            raise ValueError(
+                f"chunks[{index}].{name}: positions up to {start + count - 1}, but the rope table ends at {self.max_position - 1}"
+            )
+        return old, cur, offset, count
 
     def _sources(self, chunks: Sequence[Chunk]) -> list[list[Source]]:
         groups = len(self.layouts)
@@ -137,68 +133,49 @@ class Planner:
             if len(parts) != groups:
                 raise ValueError(f"chunks[{index}].source: {len(parts)} objects for {groups} groups of layers")
             for group, part in enumerate(parts):
-                label = f"chunks[{index}].source" + (f"[{group}]" if groups > 1 else "")
-                sources[group].append(self._source(part, group, label))
+                sources[group].append(self._source(part, group, index))
         return sources
 
-    def _source(self, part: object, group: int, label: str) -> Source:
+    def _source(self, part: object, group: int, index: int) -> Source:
         layout, expected = self.layouts[group], self.nbytes[group]
         if isinstance(part, StagedMemory):
             if part.nbytes != expected:
-                raise ValueError(f"{label}: {part.nbytes} bytes, expected {expected} for {list(self.shapes[group])} of {layout.dtype}")
-            if part.pointer <= 0 or part.pointer % layout.itemsize:
-                raise ValueError(f"{label}: address {part.pointer:#x} is not a multiple of the element size, {layout.itemsize}")
-            return Source(part.pointer, None, part.breaks, part)
+                raise ValueError(
+                    f"{self._label(index, group)}: {part.nbytes} bytes, expected {expected} for {list(self.shapes[group])} of {layout.dtype}"
+                )
+            self._check_address(part.pointer, group, index)
+            return Source(part.pointer, None, part.breaks, part.location, part)
+        label = self._label(index, group)
         buffer = describe(part, label)
-        if DTYPES[buffer.dtype].itemsize == 1 and buffer.nbytes == expected and len(buffer.shape) == 1:
-            pass  # the object's bytes
-        elif buffer.shape != self.shapes[group]:
+        flat = buffer.dtype == "uint8" and buffer.shape == (expected,)
+        if not flat and buffer.shape != self.shapes[group]:
             raise ValueError(f"{label}: shape {list(buffer.shape)}, expected {list(self.shapes[group])}")
-        elif buffer.dtype != layout.dtype and DTYPES[buffer.dtype].itemsize != layout.itemsize:
-            raise ValueError(f"{label}: {buffer.dtype}, but the layout is {layout.dtype}")
-        elif buffer.dtype not in {layout.dtype, "uint8"}:
+        if not flat and buffer.dtype != layout.dtype and (buffer.dtype != "uint8" or layout.itemsize != 1):
             raise ValueError(f"{label}: {buffer.dtype}, but the layout is {layout.dtype}")
         if not buffer.contiguous:
             raise ValueError(f"{label}: the object is not in C order (strides {list(buffer.strides)})")
-        if buffer.pointer % layout.itemsize:
-            raise ValueError(f"{label}: address {buffer.pointer:#x} is not a multiple of the element size, {layout.itemsize}")
+        self._check_address(buffer.pointer, group, index)
         if buffer.device not in {CPU, layout.device}:
             raise ValueError(f"{label} is on {buffer.device}, the paged cache on {layout.device}")
-        return Source(buffer.pointer, buffer.device, (), part)
+        location = "device" if buffer.device.kind == "cuda" else None
+        return Source(buffer.pointer, buffer.device, (), location, part)
 
-    def _block_tables(self, block_tables: Any) -> list[NDArray[np.int32]]:
+    def _label(self, index: int, group: int) -> str:
+        return f"chunks[{index}].source" + (f"[{group}]" if len(self.layouts) > 1 else "")
+
+    def _check_address(self, pointer: int, group: int, index: int) -> None:
+        itemsize = self.layouts[group].itemsize
+        if pointer <= 0 or pointer % itemsize:
+            raise ValueError(f"{self._label(index, group)}: address {pointer:#x} is not a multiple of the element size, {itemsize}")
+
+    def _block_tables(self, block_tables: Any) -> list[NDArray[np.integer[Any]]]:
         groups = len(self.layouts)
         if groups == 1 and not _is_nested(block_tables):
             block_tables = [block_tables]
         tables = list(block_tables)
         if len(tables) != groups:
             raise ValueError(f"block_tables: {len(tables)} for {groups} groups of layers")
-        return [_block_table(table, layout, group) for group, (table, layout) in enumerate(zip(tables, self.layouts, strict=True))]
-
-    @staticmethod
-    def _check_slots(
-        group: int, layout: PagedLayout, table: NDArray[np.int32], starts: NDArray[np.int64], ends: NDArray[np.int64]
-    ) -> None:
-        if not starts.size:
-            return
-        if int(ends[-1]) > len(table) * layout.block_size:
-            raise ValueError(
-                f"block_tables[{group}]: {len(table)} blocks of {layout.block_size} tokens do not reach position {int(ends[-1]) - 1}"
-            )
-        # Block indices that are written to: chunks are in order of position and may share the block where they meet.
-        firsts, lasts = starts // layout.block_size, (ends - 1) // layout.block_size
-        written = np.zeros(int(lasts[-1]) + 1, dtype=bool)
-        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-            written[first : last + 1] = True
-        used = table[: written.size][written]
-        outside = np.flatnonzero((used < 0) | (used >= layout.num_blocks))
-        if outside.size:
-            index = int(np.flatnonzero(written)[outside[0]])
-            raise ValueError(f"block_tables[{group}][{index}]: block {int(table[index])} of {layout.num_blocks}")
-        ordered = np.sort(used)
-        twice = np.flatnonzero(ordered[1:] == ordered[:-1])
-        if twice.size:
-            raise ValueError(f"block_tables[{group}]: block {int(ordered[twice[0]])} stands twice among the blocks to be written")
+        return [_block_table(table, group) for group, table in enumerate(tables)]
 
 
 def _integer(value: Any, index: int, name: str) -> int:
@@ -208,15 +185,48 @@ def _integer(value: Any, index: int, name: str) -> int:
         raise TypeError(f"chunks[{index}].{name}: expected an integer, not {type(value).__name__}") from None
 
 
+def _used_blocks(
+    group: int, layout: PagedLayout, table: NDArray[np.integer[Any]], spans: Sequence[tuple[int, int, int]]
+) -> NDArray[np.int32]:
+    """The table's entries up to the last that is written to; those that are not are set to 0.
+
+    ``spans`` are positions in order: start, end, chunk.
+    """
+    size = layout.block_size
+    if spans and spans[-1][1] > len(table) * size:
+        raise ValueError(f"block_tables[{group}]: {len(table)} blocks of {size} tokens do not reach position {spans[-1][1] - 1}")
+    # Entries that are written to, as runs; chunks may share the block where they meet.
+    runs: list[list[int]] = []
+    for start, end, _ in spans:
+        first, last = start // size, (end - 1) // size
+        if runs and first <= runs[-1][1] + 1:
+            runs[-1][1] = last
+        else:
+            runs.append([first, last])
+    if not runs:
+        return np.empty(0, dtype=np.int32)
+    written = [table[first : last + 1] for first, last in runs]
+    ordered = np.sort(np.concatenate(written))
+    if ordered[0] < 0 or ordered[-1] >= layout.num_blocks:
+        index = next(i for first, last in runs for i in range(first, last + 1) if not 0 <= table[i] < layout.num_blocks)
+        raise ValueError(f"block_tables[{group}][{index}]: block {table[index]} of {layout.num_blocks}")
+    if (ordered[1:] == ordered[:-1]).any():
+        twice = ordered[:-1][ordered[1:] == ordered[:-1]][0]
+        raise ValueError(f"block_tables[{group}]: block {twice} stands twice among the blocks to be written")
+    used = np.zeros(runs[-1][1] + 1, dtype=np.int32)
+    for (first, last), entries in zip(runs, written, strict=True):
+        used[first : last + 1] = entries
+    return used
+
+
 def _is_nested(block_tables: Any) -> bool:
     if hasattr(block_tables, "ndim"):
         return bool(block_tables.ndim == 2)
     return len(block_tables) > 0 and not isinstance(block_tables[0], (int, np.integer))
 
 
-def _block_table(table: Any, layout: PagedLayout, group: int) -> NDArray[np.int32]:
-    device = getattr(table, "device", None)
-    if hasattr(table, "__cuda_array_interface__") or getattr(device, "type", "cpu") != "cpu":
+def _block_table(table: Any, group: int) -> NDArray[np.integer[Any]]:
+    if hasattr(table, "__cuda_array_interface__") or getattr(getattr(table, "device", None), "type", "cpu") != "cpu":
         raise ValueError(f"block_tables[{group}]: the table is on a GPU; it is checked on the host, so give it there")
     array = np.asarray(table)
     if array.size == 0:
@@ -225,6 +235,4 @@ def _block_table(table: Any, layout: PagedLayout, group: int) -> NDArray[np.int3
         raise ValueError(f"block_tables[{group}]: expected one axis, got {array.ndim}")
     if array.dtype.kind not in "iu":
         raise TypeError(f"block_tables[{group}]: expected integers, not {array.dtype}")
-    # Entries that do not fit cannot be blocks; -1 marks them, and is refused only if it is used.
-    limit = np.iinfo(np.int32).max
-    return np.where((array >= 0) & (array <= limit), array, -1).astype(np.int32)
+    return array

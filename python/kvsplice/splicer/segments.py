@@ -57,7 +57,7 @@ def cut(layout: PagedLayout, rope: RopeTables | None, group: int) -> tuple[Segme
             continue
         rotated = True
         segments += _around(plane, start, turned)
-    if not rotated:
+    if not rotated and any(plane.keys for plane in layout.planes):
         raise ValueError(
             f"group_windows: elements {turned.offset} to {turned.offset + turned.width} do not lie in one plane of layouts[{group}], "
             f"whose widths are {', '.join(str(plane.width) for plane in layout.planes)}"

@@ -10,9 +10,9 @@ from kvsplice.rope import RopeTables
 from kvsplice.splicer import streams
 from kvsplice.splicer.chunk import Chunk
 from kvsplice.splicer.cpu import CpuBackend
-from kvsplice.splicer.cuda import PATHS, CudaBackend, CudaOptions
+from kvsplice.splicer.cuda import PATHS, CudaBackend, CudaOptions, CudaPlan
 from kvsplice.splicer.layout import PagedLayout
-from kvsplice.splicer.plan import Planner
+from kvsplice.splicer.plan import Plan, Planner
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,15 @@ class SpliceResult:
     nbytes: int
     path: str
     event: Any = None
+
+
+@dataclass(frozen=True)
+class SplicePlan:
+    """A splice that was checked, ready to run. Sources must stay as they are until it ran."""
+
+    splicer: Splicer
+    columns: Plan
+    prepared: CudaPlan | None = None
 
 
 class Splicer:
@@ -72,6 +81,7 @@ class Splicer:
     ) -> None:
         groups = [layouts] if isinstance(layouts, PagedLayout) else list(layouts)
         self._planner = Planner(groups, rope, chunk_tokens)
+        self._owners = [owner for layout in groups for owner in layout.owners]
         self.backend = backend or groups[0].device.kind
         if self.backend not in {"cpu", "cuda"}:
             raise ValueError(f"backend: {backend!r} is neither 'cpu' nor 'cuda'")
@@ -92,53 +102,72 @@ class Splicer:
         """The shape of a stored object of each group: ``[kv_size, layers, tokens, hidden]``."""
         return self._planner.shapes
 
-    def splice(self, chunks: Sequence[Chunk], block_tables: Any, *, stream: object = None, path: str = "auto") -> SpliceResult:
-        """Write chunks to the slots of a request.
+    def plan(self, chunks: Sequence[Chunk], block_tables: Any) -> SplicePlan:
+        """Check a splice, and prepare it; nothing is written yet.
 
-        The token at position ``p`` goes to slot ``p % block_size`` of block ``block_tables[group][p // block_size]``. Bytes of
-        other tokens are not touched. V, and K of chunks that did not move, are copied bit by bit.
-
-        All checks come first: after an error nothing was written. On a GPU the call enqueues and returns; calls from several
-        threads and on several streams may overlap, as long as they write to different blocks or are ordered by the caller.
+        The token at position ``p`` is to go to slot ``p % block_size`` of block ``block_tables[group][p // block_size]``.
 
         Parameters
         ----------
         chunks : sequence of Chunk
         block_tables : sequence of integer arrays
             The request's block numbers for each group, in host memory; a single array where there is one group.
-        stream : optional
-            CUDA stream of torch, CuPy, or a handle; the current one of the framework that the layouts' arrays belong to if
-            left out.
-        path : str
-            ``auto``, or for chunks in pinned host memory ``staged`` or ``direct``.
-
-        Returns
-        -------
-        SpliceResult
 
         Raises
         ------
         ValueError, TypeError
             Naming the argument that is wrong.
         """
+        plan = self._planner.plan(chunks, block_tables)
+        if self._cpu is not None:
+            self._cpu.check(plan)
+            return SplicePlan(self, plan)
+        assert self._cuda is not None
+        return SplicePlan(self, plan, self._cuda.prepare(plan))
+
+    def run(self, plan: SplicePlan, *, stream: object = None, path: str = "auto") -> SpliceResult:
+        """Write what was planned. Bytes of other tokens are not touched. V, and K of chunks that did not move, are copied bit by bit.
+
+        On a GPU the call enqueues and returns; calls from several threads and on several streams may overlap, as long as they
+        write to different blocks or are ordered by the caller.
+
+        Parameters
+        ----------
+        plan : SplicePlan
+            From `plan` of this splicer. It may be run again.
+        stream : optional
+            CUDA stream of torch, CuPy, or a handle; the current one of the framework that the layouts' arrays belong to if
+            left out.
+        path : str
+            ``auto``, or for chunks in pinned host memory ``staged`` or ``direct``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the plan is another splicer's, or the stream or the path is wrong. Nothing was written then.
+        """
+        if plan.splicer is not self:
+            raise ValueError("plan: it was made by another splicer")
         if path not in PATHS:
             raise ValueError(f"path: {path!r} is none of {', '.join(PATHS)}")
-        plan = self._planner.plan(chunks, block_tables)
-        nbytes = sum(self._planner.nbytes) * plan.tokens // self.chunk_tokens
+        tokens = plan.columns.tokens
+        nbytes = sum(self._planner.nbytes) * tokens // self.chunk_tokens
         if self._cpu is not None:
             if stream is not None:
                 raise ValueError("stream: the CPU backend has no streams")
-            self._cpu.check(plan)
-            self._cpu.write(plan)
-            return SpliceResult(plan.tokens, nbytes, "cpu" if plan.tokens else "none")
+            self._cpu.write(plan.columns)
+            return SpliceResult(tokens, nbytes, "cpu" if tokens else "none")
         assert self._cuda is not None
-        places = self._cuda.locate(plan)
-        owners = [owner for layout in self.layouts for owner in layout.owners]
-        where = streams.handle(stream, self._cuda.device.index, owners)
-        if not plan.tokens:
+        assert plan.prepared is not None
+        where = streams.handle(stream, self._cuda.device.index, self._owners)
+        if not tokens:
             return SpliceResult(0, 0, "none")
-        taken, event = self._cuda.enqueue(plan, places, path, where)
-        return SpliceResult(plan.tokens, nbytes, taken, event)
+        taken, event = self._cuda.run(plan.prepared, path, where)
+        return SpliceResult(tokens, nbytes, taken, event)
+
+    def splice(self, chunks: Sequence[Chunk], block_tables: Any, *, stream: object = None, path: str = "auto") -> SpliceResult:
+        """Plan and run in one call. See `plan` and `run`; all checks come first, and after an error nothing was written."""
+        return self.run(self.plan(chunks, block_tables), stream=stream, path=path)
 
     def close(self) -> None:
         """Free device memory; waits for copies in flight. Safe to call twice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,11 @@ class Event:
         if self.recorded:
             self._runtime.streamWaitEvent(stream, self._event.ptr)
 
+    def wait(self) -> None:
+        """Block the host until the last mark is reached."""
+        if self.recorded:
+            self._event.synchronize()
+
     @property
     def passed(self) -> bool:
         """Whether the last mark was reached."""
@@ -52,9 +58,17 @@ class Ring:
         self._next = (index + 1) % len(self._free)
         return self._memory.ptr + index * self.slot_bytes, self._free[index]
 
+    def wait(self) -> None:
+        """Block the host until nothing reads the slots."""
+        for free in self._free:
+            free.wait()
+
 
 class Table:
-    """A piece of pinned host memory and its twin on the device."""
+    """A piece of pinned host memory and its twin on the device, lent to one plan at a time.
+
+    ``sent`` is recorded behind its copy, ``done`` behind each use.
+    """
 
     def __init__(self, cupy: Any, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -63,27 +77,42 @@ class Table:
         self._device = cupy.cuda.Memory(nbytes)
         self.pointer: int = self._device.ptr
         self.host_pointer: int = self._pinned.ptr
-        self.done = Event(cupy)
-        self.held: object = None
+        self.sent, self.done = Event(cupy), Event(cupy)
+        self._borrower: weakref.ref[object] | None = None
+        self._kept: object = None
+
+    def lend(self, borrower: object, kept: object) -> None:
+        """Lend it until the borrower is gone and its last use is done; so long, what its copies read is kept alive."""
+        self._borrower, self._kept = weakref.ref(borrower), kept
+        self.done.recorded = False
+
+    def returned(self) -> bool:
+        """Whether it can be lent again."""
+        if self._borrower is not None and (self._borrower() is not None or not self.done.passed or not self.sent.passed):
+            return False
+        self._borrower = self._kept = None
+        return True
 
 
 class Tables:
-    """Tables that calls in flight read, handed out again when they are done. It keeps what a call's copies read alive."""
+    """The tables that were ever needed at a time."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._tables: list[Table] = []
 
     def take(self, nbytes: int) -> Table:
-        """A table of at least so many bytes that no call uses."""
-        chosen = None
+        """A table of at least so many bytes that is not lent."""
+        free = [table for table in self._tables if table.returned() and table.nbytes >= nbytes]
+        if free:
+            return free[0]
+        # Never given back: freeing device memory would wait for the whole device.
+        table = Table(self._cupy, max(_SMALLEST_TABLE, 1 << (nbytes - 1).bit_length()))
+        self._tables.append(table)
+        return table
+
+    def wait(self) -> None:
+        """Block the host until nothing uses them."""
         for table in self._tables:
-            if table.done.passed:
-                table.held = None
-                if chosen is None and table.nbytes >= nbytes:
-                    chosen = table
-        if chosen is None:
-            # Never given back: freeing device memory would wait for the whole device.
-            chosen = Table(self._cupy, max(_SMALLEST_TABLE, 1 << (nbytes - 1).bit_length()))
-            self._tables.append(chosen)
-        return chosen
+            table.sent.wait()
+            table.done.wait()
