@@ -73,7 +73,10 @@ class Rig:
         self.scratch = torch.empty_like(self.device_objects)
         blocks = (CUR_START + count * TOKENS) // BLOCK + 64
         if shape.latent:
-            self.caches = [torch.zeros((blocks, BLOCK, shape.size), device="cuda", dtype=torch.bfloat16) for _ in range(shape.layers)]
+            self.caches = [
+                torch.zeros((blocks, BLOCK, shape.size), device="cuda", dtype=torch.bfloat16)
+                for _ in range(shape.layers)
+            ]
         else:
             cells = (2, blocks, BLOCK, shape.heads, shape.size)
             self.caches = [torch.zeros(cells, device="cuda", dtype=torch.bfloat16) for _ in range(shape.layers)]
@@ -93,7 +96,8 @@ class Rig:
 
     def _chunks(self, pointers: list[int], size: int) -> list[kvsplice.Chunk]:
         return [
-            kvsplice.Chunk(StagedMemory(pointer, size), old, cur) for pointer, (old, cur) in zip(pointers, self.positions, strict=True)
+            kvsplice.Chunk(StagedMemory(pointer, size), old, cur)
+            for pointer, (old, cur) in zip(pointers, self.positions, strict=True)
         ]
 
     def raw_h2d(self) -> None:
@@ -139,8 +143,12 @@ class LMCache:
         self.ops = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.ops)
         self.rig, shape = rig, rig.shape
-        self.format = self.ops.EngineKVFormat.NL_X_NB_BS_HS if shape.latent else self.ops.EngineKVFormat.NL_X_TWO_NB_BS_NH_HS
-        self.temp = torch.empty_like(rig.device_objects[: self.MAX_BATCH].repeat(self.MAX_BATCH, 1, 1, 1, 1)[: self.MAX_BATCH])
+        self.format = (
+            self.ops.EngineKVFormat.NL_X_NB_BS_HS if shape.latent else self.ops.EngineKVFormat.NL_X_TWO_NB_BS_NH_HS
+        )
+        self.temp = torch.empty_like(
+            rig.device_objects[: self.MAX_BATCH].repeat(self.MAX_BATCH, 1, 1, 1, 1)[: self.MAX_BATCH]
+        )
         self.pointers = torch.tensor([cache.data_ptr() for cache in rig.caches], dtype=torch.int64, device="cuda")
         self.ramp = torch.arange(TOKENS, device="cuda").repeat(shape.layers)
         self.block_ids = torch.from_numpy(rig.block_table).cuda()
@@ -154,7 +162,10 @@ class LMCache:
             return {"plan": lambda: self.execute(self.plan()), "plan, planned": lambda: self.execute(tables)}
         if self.rig.shape.latent:
             return {}
-        return {"ops": lambda: self.loop(self.rig.pinned_objects), "ops, device": lambda: self.loop(self.rig.device_objects)}
+        return {
+            "ops": lambda: self.loop(self.rig.pinned_objects),
+            "ops, device": lambda: self.loop(self.rig.device_objects),
+        }
 
     def loop(self, objects: torch.Tensor) -> None:
         """0.5.2: batches of four; copy in, rotate each, concatenate, scatter by token."""
@@ -167,7 +178,9 @@ class LMCache:
                 old, cur = rig.positions[index]
                 keys = self.temp[slot][0].reshape(shape.layers * TOKENS, shape.heads, shape.size)
                 self.ops.rotary_embedding_k_fused(old + self.ramp, cur + self.ramp, keys, shape.size, rig.table, True)
-            positions = torch.cat([torch.arange(cur, cur + TOKENS, device="cuda") for _, cur in (rig.positions[i] for i in batch)])
+            positions = torch.cat(
+                [torch.arange(cur, cur + TOKENS, device="cuda") for _, cur in (rig.positions[i] for i in batch)]
+            )
             slots = self.block_ids[positions // BLOCK] * BLOCK + positions % BLOCK
             joined = torch.cat([self.temp[slot] for slot in range(len(batch))], dim=2)
             self.ops.multi_layer_kv_transfer(
@@ -255,7 +268,9 @@ def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, di
         for kind, values in kinds.items():
             if values:
                 result[name][kind] = statistics.median(values)
-                result[name][f"{kind}_p10"], result[name][f"{kind}_p90"] = (float(np.percentile(values, q)) for q in (10, 90))
+                result[name][f"{kind}_p10"], result[name][f"{kind}_p90"] = (
+                    float(np.percentile(values, q)) for q in (10, 90)
+                )
     return result
 
 
@@ -297,7 +312,12 @@ def errors(rig: Rig, methods: dict[str, Callable[[], None]]) -> dict[str, float]
 
 def run(lmcache: Path | None, counts: list[int], shapes: list[str]) -> dict[str, Any]:
     """All measurements of one process."""
-    results: dict[str, Any] = {"lmcache": str(lmcache.name) if lmcache else None, "times": {}, "errors": {}, "blocks": {}}
+    results: dict[str, Any] = {
+        "lmcache": str(lmcache.name) if lmcache else None,
+        "times": {},
+        "errors": {},
+        "blocks": {},
+    }
     for name in shapes:
         shape = SHAPES[name]
         for count in counts:
@@ -308,13 +328,17 @@ def run(lmcache: Path | None, counts: list[int], shapes: list[str]) -> dict[str,
             rounds = {1: 60, 4: 40, 16: 20}.get(count, 12)
             results["times"][f"{name}|{count}"] = {"bytes": rig.nbytes, **measure(methods, rounds)}
             if count == 1:
-                results["errors"][name] = errors(rig, {key: call for key, call in methods.items() if not key.startswith("raw")})
+                results["errors"][name] = errors(
+                    rig, {key: call for key, call in methods.items() if not key.startswith("raw")}
+                )
             rig.close()
             del rig, methods, peer
             torch.cuda.empty_cache()
     if lmcache is None:
         for blocks in (16, 33, 66, 132, 264, 528, None):
-            rig = Rig(SHAPES["Llama-3-8B"], 16, CudaOptions(device_blocks=blocks, staged_blocks=blocks, direct_blocks=blocks))
+            rig = Rig(
+                SHAPES["Llama-3-8B"], 16, CudaOptions(device_blocks=blocks, staged_blocks=blocks, direct_blocks=blocks)
+            )
             methods = {name: call for name, call in rig.methods().items() if name.endswith("planned")}
             results["blocks"][str(blocks)] = measure(methods, 15)
             rig.close()
@@ -330,27 +354,41 @@ def table(results: dict[str, Any]) -> str:
         name, count = key.split("|")
         nbytes = entry["bytes"]
         lines += [f"\n{name}, {count} chunks, {nbytes / 1e6:.1f} MB\n"]
-        lines += ["| way | ms (p10 to p90) | GB/s | of raw | behind a busy stream: ms | of raw | CPU us |", "|---|---|---|---|---|---|---|"]
+        lines += [
+            "| way | ms (p10 to p90) | GB/s | of raw | behind a busy stream: ms | of raw | CPU us |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for method, values in entry.items():
             if method == "bytes":
                 continue
             raw = entry["raw device to device" if "busy_ms" in values else "raw host to device"]
-            busy = f"{values['busy_ms']:.3f} | {100 * raw['busy_ms'] / values['busy_ms']:.1f} %" if "busy_ms" in values else "|"
+            busy = (
+                f"{values['busy_ms']:.3f} | {100 * raw['busy_ms'] / values['busy_ms']:.1f} %"
+                if "busy_ms" in values
+                else "|"
+            )
             lines.append(
                 f"| {method} | {values['ms']:.3f} ({values['ms_p10']:.3f} to {values['ms_p90']:.3f}) | {nbytes / values['ms'] / 1e6:.1f} "
                 f"| {100 * raw['ms'] / values['ms']:.1f} % | {busy} | {values['cpu_us']:.0f} |"
             )
     for name, values in results["errors"].items():
-        lines += [f"\nrelative error of K, {name}: " + ", ".join(f"{method} {value:.3e}" for method, value in values.items())]
+        lines += [
+            f"\nrelative error of K, {name}: " + ", ".join(f"{method} {value:.3e}" for method, value in values.items())
+        ]
     for blocks, values in results["blocks"].items():
-        lines += [f"\nat most {blocks} blocks: " + ", ".join(f"{method} {value.get('busy_ms', value['ms']):.3f} ms" for method, value in values.items())]
+        lines += [
+            f"\nat most {blocks} blocks: "
+            + ", ".join(f"{method} {value.get('busy_ms', value['ms']):.3f} ms" for method, value in values.items())
+        ]
     return "\n".join(lines)
 
 
 def main() -> None:
     """Run every process, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lmcache", type=Path, action="append", default=[], help="unpacked wheel; may be given several times")
+    parser.add_argument(
+        "--lmcache", type=Path, action="append", default=[], help="unpacked wheel; may be given several times"
+    )
     parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
     parser.add_argument("--counts", default="1,4,16,64", help="chunks, comma-separated")
     parser.add_argument("--shapes", default="|".join(SHAPES), help="shapes, separated by |")

@@ -121,7 +121,9 @@ def main() -> None:
     committed = {path.name for path in OUTPUT.iterdir() if path.suffix in {".ptx", ".json"}}
     if check:
         stale = sorted(
-            name for name in committed | files.keys() if name not in committed or files.get(name) != (OUTPUT / name).read_bytes()
+            name
+            for name in committed | files.keys()
+            if name not in committed or files.get(name) != (OUTPUT / name).read_bytes()
         )
         if stale:
             sys.exit(f"not what the sources compile to: {', '.join(stale)}; run cuda/build.py")

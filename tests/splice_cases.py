@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+
 from kvsplice import Chunk, PagedLayout, RopeTables, Splicer
 from splice_reference import BITS, FUSED, LATENT, NUMPY, SPLIT, Geometry, Rope, write
 
@@ -87,7 +88,9 @@ def cases(draw: st.DrawFn, format: int | None = None) -> Case:
     groups = [first]
     if draw(st.integers(0, 3)) == 0:
         # Heads of one model are equally large; latent rows are not heads.
-        other = draw(st.sampled_from(sorted(set(range(19)) - {14} - (LATENT if first.geometry.format not in LATENT else set()))))
+        other = draw(
+            st.sampled_from(sorted(set(range(19)) - {14} - (LATENT if first.geometry.format not in LATENT else set())))
+        )
         size = first.geometry.head_size if first.geometry.format not in LATENT | {14} else 16
         groups.append(draw(group_cases(other, size if other not in LATENT else None)))
     chunk_tokens = draw(st.integers(1, 9))
@@ -97,7 +100,10 @@ def cases(draw: st.DrawFn, format: int | None = None) -> Case:
         offset = draw(st.integers(0, chunk_tokens - 1))
         count = draw(st.integers(1, chunk_tokens - offset))
         old = draw(st.sampled_from([None, position, *range(0, MAX_POSITION - chunk_tokens, 11)]))
-        if position + count > min(group.geometry.block_size for group in groups) * 20 or position + count > MAX_POSITION:
+        if (
+            position + count > min(group.geometry.block_size for group in groups) * 20
+            or position + count > MAX_POSITION
+        ):
             break
         chunks.append((old, position, offset, count))
         position += count + draw(st.sampled_from([0, 0, 1, 5]))
@@ -195,7 +201,10 @@ class Rig:
                 (group.geometry.head_size for group in case.groups if group.geometry.format not in LATENT), 1
             )
             self.rope = RopeTables(
-                [place(rows.view(BITS[case.table_dtype]), case.table_dtype) if _typed(place) else rows for rows in tables],
+                [
+                    place(rows.view(BITS[case.table_dtype]), case.table_dtype) if _typed(place) else rows
+                    for rows in tables
+                ],
                 head_size,
                 case.is_neox,
                 group_to_cache,
@@ -204,7 +213,8 @@ class Rig:
         self.layouts = layouts
         move = object_place or place
         self.placed_objects = [
-            [move(obj, group.geometry.dtype) for obj in objects] for group, objects in zip(case.groups, self.objects, strict=True)
+            [move(obj, group.geometry.dtype) for obj in objects]
+            for group, objects in zip(case.groups, self.objects, strict=True)
         ]
 
     def splicer(self, **options: Any) -> Splicer:
@@ -225,7 +235,9 @@ class Rig:
             bounded = []
             for number, (old, cur, offset, count) in enumerate(self.case.chunks):
                 chunk = Chunk(None, old, cur, offset, count)
-                bounded += write(geometry, cells, self.objects[index][number], chunk, self.block_tables[index], self.ropes[index])
+                bounded += write(
+                    geometry, cells, self.objects[index][number], chunk, self.block_tables[index], self.ropes[index]
+                )
             got = map_nested(fetch, self.placed_bases[index])
             pairs = _pairs(cells, _cut(geometry.shapes(), got))
             for array, position, low, high in bounded:

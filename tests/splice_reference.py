@@ -76,7 +76,9 @@ class Geometry:
             18: [(nb, bs, nh, hs)] * n,
         }[self.format]
 
-    def cell(self, caches: Any, kv: int, layer: int, block: int, offset: int, head: int, e: int) -> tuple[np.ndarray, tuple[int, ...]]:
+    def cell(
+        self, caches: Any, kv: int, layer: int, block: int, offset: int, head: int, e: int
+    ) -> tuple[np.ndarray, tuple[int, ...]]:
         """The array and the index of one element."""
         b, o, h, n, bs = block, offset, head, layer, self.block_size
         match self.format:
@@ -184,7 +186,9 @@ def round_to(value: float, dtype: str) -> np.generic:
         return np.float64(value).astype(NUMPY[dtype])
 
 
-def write(geometry: Geometry, caches: Any, obj: np.ndarray, chunk: Any, block_table: list[int], rope: Rope | None) -> list[Any]:
+def write(
+    geometry: Geometry, caches: Any, obj: np.ndarray, chunk: Any, block_table: list[int], rope: Rope | None
+) -> list[Any]:
     """Write one chunk into caches of bits. Rotated cells are returned instead: (array, index, lowest, highest allowed value)."""
     bounded = []
     values = obj.view(NUMPY[geometry.dtype])
@@ -204,12 +208,20 @@ def write(geometry: Geometry, caches: Any, obj: np.ndarray, chunk: Any, block_ta
                             array[index] = obj[source]
                             continue
                         first, second, frequency = pair
-                        x, y = (float(values[geometry.staged(kv, layer, chunk.offset + t, head, i)]) for i in (first, second))
+                        x, y = (
+                            float(values[geometry.staged(kv, layer, chunk.offset + t, head, i)])
+                            for i in (first, second)
+                        )
                         factor = rope.factor(old, position, frequency)
                         turned = complex(x, y) * factor
                         exact = turned.real if e == first else turned.imag
                         slack = 8 * float(np.finfo(np.float32).eps) * (abs(x) + abs(y)) * abs(factor)
                         bounded.append(
-                            (array, index, round_to(exact - slack, geometry.dtype), round_to(exact + slack, geometry.dtype))
+                            (
+                                array,
+                                index,
+                                round_to(exact - slack, geometry.dtype),
+                                round_to(exact + slack, geometry.dtype),
+                            )
                         )
     return bounded

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from splice_cases import Case, Rig, cases
 from splice_reference import NUMPY
 

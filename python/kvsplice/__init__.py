@@ -4,7 +4,7 @@ from kvsplice import hashing
 from kvsplice._core import __version__
 from kvsplice.matcher import Match, Matcher, MatcherStats, Matches, coverage, non_overlapping_after_prefix
 from kvsplice.rope import RopeTables
-from kvsplice.splicer import Chunk, PagedLayout, SpliceResult, Splicer
+from kvsplice.splicer import Chunk, PagedLayout, Splicer, SpliceResult
 
 __all__ = [
     "Chunk",

@@ -89,14 +89,20 @@ class RopeTables:
         for group, index in enumerate(self.group_to_cache):
             if not -1 <= index < len(caches):
                 raise ValueError(f"group_to_cache[{group}]: there is no table {index}, only {len(caches)}")
-        self.group_windows = tuple(None if window is None else _window(window, g) for g, window in enumerate(group_windows))
+        self.group_windows = tuple(
+            None if window is None else _window(window, g) for g, window in enumerate(group_windows)
+        )
         if self.group_windows and self.group_to_cache and len(self.group_windows) != len(self.group_to_cache):
-            raise ValueError(f"group_windows: {len(self.group_windows)} entries, group_to_cache has {len(self.group_to_cache)}")
+            raise ValueError(
+                f"group_windows: {len(self.group_windows)} entries, group_to_cache has {len(self.group_to_cache)}"
+            )
         for group in range(len(self.group_windows)):
             index = self.group_to_cache[group] if self.group_to_cache else 0
             window = self.group_windows[group]
             if window is not None and index >= 0 and window[1] != self.tables[index].shape[1]:
-                raise ValueError(f"group_windows[{group}]: width {window[1]}, but the table has rot_dim {self.tables[index].shape[1]}")
+                raise ValueError(
+                    f"group_windows[{group}]: width {window[1]}, but the table has rot_dim {self.tables[index].shape[1]}"
+                )
 
     def check_groups(self, groups: int) -> None:
         """Raise ValueError unless the maps cover so many groups."""
@@ -121,7 +127,9 @@ class RopeTables:
         """How many positions a table has."""
         return self.tables[table].shape[0]
 
-    def factors(self, table: int, old: NDArray[np.int64] | None, new: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def factors(
+        self, table: int, old: NDArray[np.int64] | None, new: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Real and imaginary parts of the factors that move keys from old to new positions.
 
         Parameters

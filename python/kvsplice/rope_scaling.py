@@ -127,7 +127,9 @@ def _original_length(rope: Mapping[str, Any], values: Mapping[str, Any]) -> floa
     return float(rope.get("original_max_position_embeddings") or _need(values, "max_position_embeddings"))
 
 
-def _llama3(frequencies: NDArray[np.float32], rope: Mapping[str, Any], values: Mapping[str, Any]) -> NDArray[np.float32]:
+def _llama3(
+    frequencies: NDArray[np.float32], rope: Mapping[str, Any], values: Mapping[str, Any]
+) -> NDArray[np.float32]:
     """Long wavelengths are stretched by the factor, short ones are kept, those between are blended."""
     factor, low, high = (float(_need(rope, key)) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     turns = _original_length(rope, values) * frequencies.astype(np.float64) / (2 * math.pi)

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from kvsplice import Chunk, PagedLayout, RopeTables, Splicer
 from kvsplice.splicer import CudaOptions, StagedMemory
 from splice_cases import Case, Rig, cases
 
 pytestmark = pytest.mark.gpu
 EXAMPLES = settings(
-    max_examples=int(os.environ.get("KVSPLICE_GPU_EXAMPLES", "25")), deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=int(os.environ.get("KVSPLICE_GPU_EXAMPLES", "25")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 
@@ -85,7 +88,11 @@ class Large:
         table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(ml_dtypes.bfloat16)
         self.table = rng.permutation(BLOCKS).tolist()
         self.starts = [(int(rng.integers(0, 3000)), 5 + index * (TOKENS + 3)) for index in range(count)]
-        place = {"pinned": framework.pin, "device": framework.place, "pageable": lambda bits, dtype: bits.view(ml_dtypes.bfloat16)}
+        place = {
+            "pinned": framework.pin,
+            "device": framework.place,
+            "pageable": lambda bits, dtype: bits.view(ml_dtypes.bfloat16),
+        }
         self.objects = [place[where](array.view(np.uint16), "bfloat16") for array in host]
         if where == "device" and not framework.typed:
             self.objects = [StagedMemory(array.data.ptr, array.nbytes) for array in self.keep(self.objects)]
@@ -236,14 +243,19 @@ def test_callers_on_their_own_streams(framework: Any) -> None:
     # Two rounds of four callers, each with 40 blocks of one cache.
     for round_number in range(2):
         callers = larges[round_number * 4 : round_number * 4 + 4]
-        caches = [shared.framework.place(bits, "bfloat16") for bits in [np.zeros((2, 160, BLOCK, HEADS, SIZE), np.uint16)] * LAYERS]
+        caches = [
+            shared.framework.place(bits, "bfloat16")
+            for bits in [np.zeros((2, 160, BLOCK, HEADS, SIZE), np.uint16)] * LAYERS
+        ]
         splicer = Splicer(
             PagedLayout.from_format(1, caches, dtype="bfloat16"), shared.rope, cuda=CudaOptions(staging_chunks=2)
         )
         tables = [list(range(index * 40, index * 40 + 40)) for index in range(4)]
         errors: list[BaseException] = []
 
-        def call(caller: Large, table: list[int], splicer: Splicer = splicer, errors: list[BaseException] = errors) -> None:
+        def call(
+            caller: Large, table: list[int], splicer: Splicer = splicer, errors: list[BaseException] = errors
+        ) -> None:
             try:
                 stream = framework.stream()
                 for _ in range(5):

@@ -39,7 +39,9 @@ class CpuBackend:
         for group, layout in enumerate(self.planner.layouts):
             table = plan.block_tables[group]
             for index, source in enumerate(plan.sources[group]):
-                old, cur, offset, count = (int(c[index]) for c in (plan.old_start, plan.cur_start, plan.offset, plan.count))
+                old, cur, offset, count = (
+                    int(c[index]) for c in (plan.old_start, plan.cur_start, plan.offset, plan.count)
+                )
                 positions = np.arange(cur, cur + count)
                 cells = table[positions // layout.block_size].astype(np.int64), positions % layout.block_size
                 factors: dict[int, Factors] = {}
@@ -96,7 +98,9 @@ def _rotate(staged: NDArray[Any], dtype: str, operation: Operation, factors: Fac
         values = np.ascontiguousarray(staged).view(DTYPES[dtype]).astype(np.float32)
         half = values.shape[-1] // 2
         first, second = (
-            (slice(0, half), slice(half, None)) if operation is Operation.HALVES else (slice(0, None, 2), slice(1, None, 2))
+            (slice(0, half), slice(half, None))
+            if operation is Operation.HALVES
+            else (slice(0, None, 2), slice(1, None, 2))
         )
         re, im = (factor[:, None, :] for factor in factors)
         x, y = values[..., first], values[..., second]

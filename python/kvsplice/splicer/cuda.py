@@ -16,7 +16,7 @@ from kvsplice.rope import RopeTables
 from kvsplice.splicer import modules
 from kvsplice.splicer.launches import Batch, Rows
 from kvsplice.splicer.lowering import CHUNK, MAX_SEGMENTS, DeviceTable, lower
-from kvsplice.splicer.plan import Plan, Planner, Source
+from kvsplice.splicer.plan import Plan, Planner, Reading, Source
 from kvsplice.splicer.staging import Event, Ring, Table, Tables
 
 PATHS = ("auto", "staged", "direct")
@@ -90,6 +90,16 @@ class CudaPlan:
         self.block_tables: list[int] = []
 
 
+@dataclass(frozen=True)
+class HeadStart:
+    """A chunk whose copy into the ring was begun before the rest was checked: which, its slot, and an event behind each piece."""
+
+    index: int
+    slot: int
+    free: Event
+    pieces: list[Event]
+
+
 class CudaBackend:
     """Writes plans into paged caches on one GPU. Calls only enqueue; no call waits for the device."""
 
@@ -102,7 +112,7 @@ class CudaBackend:
         self._planner = planner
         self._options = options
         self.device: Device = planner.layouts[0].device
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._held: list[Any] = []
         self._offsets = _offsets(planner.nbytes)
         self._groups = range(len(planner.layouts))
@@ -110,13 +120,58 @@ class CudaBackend:
         with self.cupy.cuda.Device(self.device.index):
             tables = self._upload_tables(planner.rope)
             self._batches = {
-                aligned: [[*self._lower_group(group, tables, aligned)] for group in self._groups] for aligned in (True, False)
+                aligned: [[*self._lower_group(group, tables, aligned)] for group in self._groups]
+                for aligned in (True, False)
             }
             self._copy_stream = self.cupy.cuda.Stream(non_blocking=True)
             self._table_stream = self.cupy.cuda.Stream(non_blocking=True)
             self._piece = Event(self.cupy)
+            self._head_pieces = [[Event(self.cupy) for _ in pieces] for pieces in self._pieces]
             self._tables = Tables(self.cupy)
             self._ring: Ring | None = Ring(self.cupy, self._offsets[-1], options.staging_chunks)
+
+    def splice(self, reading: Reading, block_tables: Any, path: str, stream: int) -> tuple[int, str, Any]:
+        """Check the rest, and enqueue everything. The first copy runs meanwhile: until a kernel reads it, the ring is all it touches.
+
+        Returns
+        -------
+        tokens : int
+        path, event
+            As from `run`.
+        """
+        with self.cupy.cuda.Device(self.device.index), self._lock:
+            self._check_open()
+            places = self._locate_all(reading.sources)
+            head = self._begin(reading, places, path)
+            plan = self._planner.place(reading, block_tables)
+            if not plan.tokens:
+                return 0, "none", None
+            prepared = self._prepare(plan, places)
+            return (plan.tokens, *self._run(prepared, path, stream, head))
+
+    def _begin(self, reading: Reading, places: list[list[tuple[str, int]]], path: str) -> HeadStart | None:
+        """Begin to copy the first chunk that is to be staged."""
+        hosted = [
+            index for index, own in enumerate(zip(*places, strict=True)) if any(kind != "device" for kind, _ in own)
+        ]
+        if not hosted or path == "direct":
+            return None
+        tokens = sum(reading.rows[index][3] for index in hosted)
+        pinned = all(own[index][0] == "pinned" for index in hosted for own in places)
+        if path == "auto" and pinned and self._nbytes(tokens) <= self._options.direct_bytes:
+            return None
+        assert self._ring is not None
+        index, stream = hosted[0], self._copy_stream.ptr
+        slot, free = self._ring.take()
+        free.hold(stream)
+        group = self._groups[0]
+        only = len(hosted) == 1 and len(self._groups) == 1
+        pieces = self._pieces[group] if only else [None]
+        _, _, offset, count = reading.rows[index]
+        for rows, event in zip(pieces, self._head_pieces[group], strict=False):
+            self._copy(reading.sources[group][index], (offset, count), group, slot + self._offsets[group], rows, stream)
+            event.record(stream)
+        return HeadStart(index, slot, free, self._head_pieces[group][: len(pieces)])
 
     def prepare(self, plan: Plan) -> CudaPlan:
         """Locate the sources and send the plan's tables.
@@ -128,20 +183,24 @@ class CudaBackend:
         RuntimeError
             If the backend is closed.
         """
-        with self.cupy.cuda.Device(self.device.index):
-            places = [
-                [self._locate(source, nbytes, index) for index, source in enumerate(sources)]
-                for sources, nbytes in zip(plan.sources, self._planner.nbytes, strict=True)
-            ]
-            kinds = [{kind for kind, _ in own} for own in zip(*places, strict=True)]
-            near = [index for index, own in enumerate(kinds) if own == {"device"}]
-            hosted = [index for index, own in enumerate(kinds) if own != {"device"}]
-            prepared = CudaPlan(plan, near + hosted, len(near), all("pageable" not in kinds[index] for index in hosted))
-            if plan.tokens:
-                with self._lock:
-                    self._check_open()
-                    self._send_tables(prepared, [[own[index][1] for index in prepared.order] for own in places])
-            return prepared
+        with self.cupy.cuda.Device(self.device.index), self._lock:
+            self._check_open()
+            return self._prepare(plan, self._locate_all(plan.sources))
+
+    def _locate_all(self, sources: list[list[Source]]) -> list[list[tuple[str, int]]]:
+        return [
+            [self._locate(source, nbytes, index) for index, source in enumerate(own)]
+            for own, nbytes in zip(sources, self._planner.nbytes, strict=True)
+        ]
+
+    def _prepare(self, plan: Plan, places: list[list[tuple[str, int]]]) -> CudaPlan:
+        kinds = [{kind for kind, _ in own} for own in zip(*places, strict=True)]
+        near = [index for index, own in enumerate(kinds) if own == {"device"}]
+        hosted = [index for index, own in enumerate(kinds) if own != {"device"}]
+        prepared = CudaPlan(plan, near + hosted, len(near), all("pageable" not in kinds[index] for index in hosted))
+        if plan.tokens:
+            self._send_tables(prepared, [[own[index][1] for index in prepared.order] for own in places])
+        return prepared
 
     def run(self, prepared: CudaPlan, path: str, stream: int) -> tuple[str, Any]:
         """Enqueue all copies and kernels of a plan.
@@ -153,30 +212,35 @@ class CudaBackend:
         event : cupy.cuda.Event
             Recorded on the stream behind the last write.
         """
+        with self.cupy.cuda.Device(self.device.index), self._lock:
+            self._check_open()
+            return self._run(prepared, path, stream, None)
+
+    def _run(self, prepared: CudaPlan, path: str, stream: int, head: HeadStart | None) -> tuple[str, Any]:
         count, near = len(prepared.order), prepared.on_device
         if path == "direct" and near < count and not prepared.pinned:
             raise ValueError("path: 'direct' needs pinned host memory")
         table = prepared.table
         assert table is not None
-        with self.cupy.cuda.Device(self.device.index), self._lock:
-            self._check_open()
-            table.sent.hold(stream)
-            taken = []
-            if near:
-                self._run_in_place(prepared, 0, near, self._options.device_blocks, stream)
-                taken.append("device")
-            if near < count:
-                if path == "direct" or (path == "auto" and prepared.pinned and self._hosted_bytes(prepared) <= self._options.direct_bytes):
-                    self._run_in_place(prepared, near, count, self._options.direct_blocks, stream)
-                    taken.append("direct")
-                else:
-                    self._run_staged(prepared, near, count, stream)
-                    taken.append("staged")
-            # A plan may run on one stream after another; the last mark must not be reached before the earlier ones.
-            table.done.hold(stream)
-            table.done.record(stream)
-            event = self.cupy.cuda.Event(disable_timing=True)
-            self._runtime.eventRecord(event.ptr, stream)
+        table.sent.hold(stream)
+        taken = []
+        if near:
+            self._run_in_place(prepared, 0, near, self._options.device_blocks, stream)
+            taken.append("device")
+        if near < count:
+            tokens = int(prepared.plan.count[prepared.order[near:]].sum())
+            small = prepared.pinned and self._nbytes(tokens) <= self._options.direct_bytes
+            if path == "direct" or (path == "auto" and small):
+                self._run_in_place(prepared, near, count, self._options.direct_blocks, stream)
+                taken.append("direct")
+            else:
+                self._run_staged(prepared, near, count, stream, head)
+                taken.append("staged")
+        # A plan may run on one stream after another; the last mark must not be reached before the earlier ones.
+        table.done.hold(stream)
+        table.done.record(stream)
+        event = self.cupy.cuda.Event(disable_timing=True)
+        self._runtime.eventRecord(event.ptr, stream)
         return "+".join(taken), event
 
     def close(self) -> None:
@@ -231,7 +295,9 @@ class CudaBackend:
         for start, block_table in zip(starts, plan.block_tables, strict=False):
             table.host[start : start + block_table.nbytes] = block_table.view(np.uint8)
         stream = self._table_stream.ptr
-        self._runtime.memcpyAsync(table.pointer, table.host_pointer, starts[-1], self._runtime.memcpyHostToDevice, stream)
+        self._runtime.memcpyAsync(
+            table.pointer, table.host_pointer, starts[-1], self._runtime.memcpyHostToDevice, stream
+        )
         table.sent.record(stream)
         table.lend(prepared, plan.sources)
         prepared.table = table
@@ -239,8 +305,7 @@ class CudaBackend:
         prepared.chunk_tables = [table.pointer + group * row for group in self._groups]
         prepared.block_tables = [table.pointer + start for start in starts[:-1]]
 
-    def _hosted_bytes(self, prepared: CudaPlan) -> int:
-        tokens = int(prepared.plan.count[prepared.order[prepared.on_device :]].sum())
+    def _nbytes(self, tokens: int) -> int:
         return sum(self._planner.nbytes) * tokens // self._planner.chunk_tokens
 
     # -- paths --------------------------------------------------------------------------------------------------------
@@ -248,26 +313,39 @@ class CudaBackend:
     def _run_in_place(self, prepared: CudaPlan, first: int, end: int, max_blocks: int | None, stream: int) -> None:
         """One launch per batch over chunks that the device can read where they are."""
         sources = prepared.plan.sources
-        aligned = all(sources[group][index].pointer % 16 == 0 for index in prepared.order[first:end] for group in self._groups)
+        aligned = all(
+            sources[group][index].pointer % 16 == 0 for index in prepared.order[first:end] for group in self._groups
+        )
         for group in self._groups:
             table = prepared.chunk_tables[group] + first * CHUNK.itemsize
             for batch in self._batches[aligned][group]:
                 batch.launch(table, prepared.block_tables[group], end - first, max_blocks=max_blocks, stream=stream)
 
-    def _run_staged(self, prepared: CudaPlan, first: int, end: int, stream: int) -> None:
+    def _run_staged(self, prepared: CudaPlan, first: int, end: int, stream: int, head: HeadStart | None) -> None:
         """Each chunk through a slot of the ring; the last in pieces, so that little is left to do when its last byte arrives."""
         assert self._ring is not None
-        copy_stream, piece = self._copy_stream.ptr, self._piece
+        copy_stream, plan = self._copy_stream.ptr, prepared.plan
         for position in range(first, end):
-            slot, free = self._ring.take()
-            free.hold(copy_stream)
+            index = prepared.order[position]
+            if head is not None and head.index == index:
+                slot, free = head.slot, head.free
+                begun = list(head.pieces)
+            else:
+                slot, free = self._ring.take()
+                free.hold(copy_stream)
+                begun = []
+            taken = int(plan.offset[index]), int(plan.count[index])
             for group in self._groups:
                 last = position == end - 1 and group == self._groups[-1]
                 base = slot + self._offsets[group]
                 table = prepared.chunk_tables[group] + position * CHUNK.itemsize
                 for rows in self._pieces[group] if last else (None,):
-                    self._copy(prepared.plan, prepared.order[position], group, base, rows, copy_stream)
-                    piece.record(copy_stream)
+                    if begun:
+                        piece = begun.pop(0)
+                    else:
+                        piece = self._piece
+                        self._copy(plan.sources[group][index], taken, group, base, rows, copy_stream)
+                        piece.record(copy_stream)
                     piece.hold(stream)
                     for batch in self._batches[True][group]:
                         batch.launch(
@@ -294,20 +372,29 @@ class CudaBackend:
         pieces.append((start, rows))
         return pieces
 
-    def _copy(self, plan: Plan, index: int, group: int, base: int, rows: Rows | None, stream: int) -> None:
-        source = plan.sources[group][index]
+    def _copy(
+        self, source: Source, taken: tuple[int, int], group: int, base: int, rows: Rows | None, stream: int
+    ) -> None:
+        """Copy rows of an object to where it is staged; of a chunk that is taken in part, that part of each row."""
         planes, layers, tokens, hidden = self._planner.shapes[group]
         token_bytes = hidden * self._planner.layouts[group].itemsize
         row_bytes = tokens * token_bytes
         first, end = rows or (0, planes * layers)
         # Where unified addressing tells what an address is, the default direction follows it.
         kind = self._runtime.memcpyDefault
-        count = int(plan.count[index])
+        offset, count = taken
         start, stop = first * row_bytes, end * row_bytes
         if count < tokens and not source.breaks:
-            start += int(plan.offset[index]) * token_bytes
+            start += offset * token_bytes
             self._runtime.memcpy2DAsync(
-                base + start, row_bytes, source.pointer + start, row_bytes, count * token_bytes, end - first, kind, stream
+                base + start,
+                row_bytes,
+                source.pointer + start,
+                row_bytes,
+                count * token_bytes,
+                end - first,
+                kind,
+                stream,
             )
             return
         bounds = [start, *(at for at in sorted(source.breaks) if start < at < stop), stop]

@@ -66,7 +66,15 @@ class Batch:
         self._prepared: dict[tuple[int, Rows | None, int | None], Launch | None] = {}
 
     def launch(
-        self, chunks: int, blocks: int, count: int, *, source: int = 0, rows: Rows | None = None, max_blocks: int | None, stream: int
+        self,
+        chunks: int,
+        blocks: int,
+        count: int,
+        *,
+        source: int = 0,
+        rows: Rows | None = None,
+        max_blocks: int | None,
+        stream: int,
     ) -> None:
         """Enqueue the kernel. Not to be called by two threads at a time.
 

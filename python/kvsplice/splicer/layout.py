@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsplice.splicer import formats
 from kvsplice.arrays import CPU, Buffer, Device, contiguous_strides, describe
 from kvsplice.dtypes import DTYPES, dtype_name
+from kvsplice.splicer import formats
 from kvsplice.splicer.formats import INDEXER_SCALES, INDEXER_VALUES, Format
 
 Nested = Any
@@ -186,7 +186,11 @@ class PagedLayout:
         parsed = formats.parse(format)
         name = dtype_name(dtype)
         shape = tuple(int(extent) for extent in shape)
-        steps = contiguous_strides(shape, DTYPES[name].itemsize) if strides is None else tuple(int(step) for step in strides)
+        steps = (
+            contiguous_strides(shape, DTYPES[name].itemsize)
+            if strides is None
+            else tuple(int(step) for step in strides)
+        )
         if len(steps) != len(shape):
             raise ValueError(f"strides: {len(steps)} for {len(shape)} axes")
         if any(step < 0 for step in steps):
@@ -220,7 +224,9 @@ class PagedLayout:
         if len(shape) == 3:
             return cls.from_format("NL_X_NB_BS_HS", tensors, dtype=dtype)
         if len(shape) == 5 and (shape[0] == 2) != (shape[1] == 2):
-            return cls.from_format("NL_X_TWO_NB_BS_NH_HS" if shape[0] == 2 else "NL_X_NB_TWO_BS_NH_HS", tensors, dtype=dtype)
+            return cls.from_format(
+                "NL_X_TWO_NB_BS_NH_HS" if shape[0] == 2 else "NL_X_NB_TWO_BS_NH_HS", tensors, dtype=dtype
+            )
         raise ValueError(f"kv_caches: the format cannot be told from the shape {list(shape)}; use from_format")
 
 
@@ -236,7 +242,9 @@ def parse_device(device: str | Device) -> Device:
     raise ValueError(f"device: {device!r} is neither 'cpu' nor 'cuda:N'")
 
 
-def _leaves(nested: Nested, lists: Sequence[str], label: str, layer: int = 0, part: int = 0) -> Iterator[tuple[int, int, Any, str]]:
+def _leaves(
+    nested: Nested, lists: Sequence[str], label: str, layer: int = 0, part: int = 0
+) -> Iterator[tuple[int, int, Any, str]]:
     """Yield (layer, K/V or plane, leaf, what to call it)."""
     if not lists:
         yield layer, part, nested, label
@@ -295,7 +303,9 @@ def _build(
     num_layers = 1 + max(layer for layer, _ in starts)
     layers = tuple(range(num_layers))
 
-    def plane(keys: bool, pointers: Sequence[int], width: int, element: int, source: tuple[int, int, int], **changes: Any) -> Plane:
+    def plane(
+        keys: bool, pointers: Sequence[int], width: int, element: int, source: tuple[int, int, int], **changes: Any
+    ) -> Plane:
         fields: dict[str, Any] = {
             "keys": keys,
             "pointers": tuple(pointers),
@@ -317,7 +327,9 @@ def _build(
     if parsed.name == "NL_X_NB_BSV_BSS":
         width, element = axes["BSS"]
         if (first.dtype, width, element) != ("uint8", INDEXER_VALUES + INDEXER_SCALES, 1) or token_stride != width:
-            raise ValueError(f"caches: {parsed.name} is uint8 with {INDEXER_VALUES + INDEXER_SCALES} bytes for each token of a block")
+            raise ValueError(
+                f"caches: {parsed.name} is uint8 with {INDEXER_VALUES + INDEXER_SCALES} bytes for each token of a block"
+            )
         unrotatable = "its keys are quantized with a scale per token, which a rotation would change"
         values = [starts[layer, 0] for layer in layers]
         scales = [pointer + block_size * INDEXER_VALUES for pointer in values]
@@ -333,7 +345,9 @@ def _build(
             own_axes = dict(zip(parsed.axes, zip(own.shape, own.strides, strict=True), strict=True))
             width, element = own_axes["HS"]
             steps = {"block_stride": own_axes["NB"][1], "token_stride": own_axes["BS"][1]}
-            planes.append(plane(True, [starts[layer, part] for layer in layers], width, element, (0, hidden, 0), **steps))
+            planes.append(
+                plane(True, [starts[layer, part] for layer in layers], width, element, (0, hidden, 0), **steps)
+            )
             hidden += width
     elif parsed.fused:
         width, element = axes["CS"] if "CS" in axes else axes["HS"]
@@ -399,7 +413,9 @@ def _build(
 
 def _axes(parsed: Format, first: Buffer, leaves: Sequence[tuple[int, int, Buffer]]) -> dict[str, tuple[int, int]]:
     """Axis -> (length, byte stride), after checking every leaf against the format and against the first."""
-    names = tuple(name for name in parsed.axes if name not in {"BSV", "BSS"}) + (("BSV", "BSS") if "BSV" in parsed.axes else ())
+    names = tuple(name for name in parsed.axes if name not in {"BSV", "BSS"}) + (
+        ("BSV", "BSS") if "BSV" in parsed.axes else ()
+    )
     free = "NP" in parsed.lists
     for layer, part, buffer in leaves:
         where = f"caches: layer {layer}" + (f", part {part}" if part else "")
@@ -417,12 +433,18 @@ def _axes(parsed: Format, first: Buffer, leaves: Sequence[tuple[int, int, Buffer
             raise ValueError(f"{where} is on {buffer.device}, the first is on {first.device}")
         # Planes of one token may differ in width, and so in strides, but not from layer to layer.
         peer = next(other for _, other_part, other in leaves if other_part == part) if free else first
-        if buffer.shape != peer.shape or buffer.strides != peer.strides or (free and buffer.shape[:-1] != first.shape[:-1]):
+        if (
+            buffer.shape != peer.shape
+            or buffer.strides != peer.strides
+            or (free and buffer.shape[:-1] != first.shape[:-1])
+        ):
             raise ValueError(f"{where} has another shape or other strides than the first")
         reach = DTYPES[buffer.dtype].itemsize
         for extent, step in sorted(zip(buffer.shape, buffer.strides, strict=True), key=lambda axis: axis[1]):
             if extent > 1 and step < reach:
-                raise ValueError(f"{where}: its elements overlap (shape {list(buffer.shape)}, strides {list(buffer.strides)})")
+                raise ValueError(
+                    f"{where}: its elements overlap (shape {list(buffer.shape)}, strides {list(buffer.strides)})"
+                )
             if extent > 1:
                 reach = step * (extent - 1) + reach
     return dict(zip(names, zip(first.shape, first.strides, strict=True), strict=True))

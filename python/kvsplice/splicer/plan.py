@@ -28,6 +28,20 @@ class Source(NamedTuple):
     owner: object
 
 
+class Reading(NamedTuple):
+    """Chunks that passed the checks that concern each alone.
+
+    Attributes
+    ----------
+    rows : list of (old start, current start, offset, count)
+    sources : list of list of Source
+        By group, then by chunk.
+    """
+
+    rows: list[tuple[int, int, int, int]]
+    sources: list[list[Source]]
+
+
 @dataclass(frozen=True)
 class Plan:
     """A splice that passed all checks.
@@ -73,7 +87,9 @@ class Planner:
         self.chunk_tokens = operator.index(chunk_tokens)
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens: {chunk_tokens} is not positive")
-        self.segments: tuple[tuple[Segment, ...], ...] = tuple(cut(layout, rope, group) for group, layout in enumerate(layouts))
+        self.segments: tuple[tuple[Segment, ...], ...] = tuple(
+            cut(layout, rope, group) for group, layout in enumerate(layouts)
+        )
         self.shapes = tuple(layout.object_shape(self.chunk_tokens) for layout in layouts)
         self.nbytes = tuple(layout.object_bytes(self.chunk_tokens) for layout in layouts)
         ropes = [rope.for_group(group) for group in range(len(layouts))] if rope is not None else []
@@ -88,19 +104,28 @@ class Planner:
         ValueError, TypeError
             Naming the argument, the chunk and the group that is wrong.
         """
+        return self.place(self.read(chunks), block_tables)
+
+    def read(self, chunks: Sequence[Chunk]) -> Reading:
+        """The first half of `plan`: check the chunks, each by itself."""
         chunks = list(chunks)
         rows = [self._positions(chunk, index) for index, chunk in enumerate(chunks)]
-        sources = self._sources(chunks)
+        return Reading(rows, self._sources(chunks))
+
+    def place(self, reading: Reading, block_tables: Any) -> Plan:
+        """The second half of `plan`: check them against each other and against the block tables."""
+        rows = reading.rows
         tables = self._block_tables(block_tables)
         spans = sorted((cur, cur + count, index) for index, (_, cur, _, count) in enumerate(rows))
         for (_, end, first), (start, _, second) in pairwise(spans):
             if start < end:
                 raise ValueError(f"chunks[{first}] and chunks[{second}] overlap at position {start}")
         used = [
-            _used_blocks(group, layout, table, spans) for group, (layout, table) in enumerate(zip(self.layouts, tables, strict=True))
+            _used_blocks(group, layout, table, spans)
+            for group, (layout, table) in enumerate(zip(self.layouts, tables, strict=True))
         ]
         columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        return Plan(*columns, sources, used, sum(count for *_, count in rows))
+        return Plan(*columns, reading.sources, used, sum(count for *_, count in rows))
 
     def _positions(self, chunk: Chunk, index: int) -> tuple[int, int, int, int]:
         """Old start, current start, offset and count."""
@@ -166,7 +191,9 @@ class Planner:
     def _check_address(self, pointer: int, group: int, index: int) -> None:
         itemsize = self.layouts[group].itemsize
         if pointer <= 0 or pointer % itemsize:
-            raise ValueError(f"{self._label(index, group)}: address {pointer:#x} is not a multiple of the element size, {itemsize}")
+            raise ValueError(
+                f"{self._label(index, group)}: address {pointer:#x} is not a multiple of the element size, {itemsize}"
+            )
 
     def _block_tables(self, block_tables: Any) -> list[NDArray[np.integer[Any]]]:
         groups = len(self.layouts)
@@ -194,7 +221,9 @@ def _used_blocks(
     """
     size = layout.block_size
     if spans and spans[-1][1] > len(table) * size:
-        raise ValueError(f"block_tables[{group}]: {len(table)} blocks of {size} tokens do not reach position {spans[-1][1] - 1}")
+        raise ValueError(
+            f"block_tables[{group}]: {len(table)} blocks of {size} tokens do not reach position {spans[-1][1] - 1}"
+        )
     # Entries that are written to, as runs; chunks may share the block where they meet.
     runs: list[list[int]] = []
     for start, end, _ in spans:

@@ -148,28 +148,42 @@ class Splicer:
         """
         if plan.splicer is not self:
             raise ValueError("plan: it was made by another splicer")
-        if path not in PATHS:
-            raise ValueError(f"path: {path!r} is none of {', '.join(PATHS)}")
+        _check_path(path)
         tokens = plan.columns.tokens
-        nbytes = sum(self._planner.nbytes) * tokens // self.chunk_tokens
         if self._cpu is not None:
             if stream is not None:
                 raise ValueError("stream: the CPU backend has no streams")
             self._cpu.write(plan.columns)
-            return SpliceResult(tokens, nbytes, "cpu" if tokens else "none")
+            return SpliceResult(tokens, self._nbytes(tokens), "cpu" if tokens else "none")
         assert self._cuda is not None
         assert plan.prepared is not None
         where = streams.handle(stream, self._cuda.device.index, self._owners)
         if not tokens:
             return SpliceResult(0, 0, "none")
         taken, event = self._cuda.run(plan.prepared, path, where)
-        return SpliceResult(tokens, nbytes, taken, event)
+        return SpliceResult(tokens, self._nbytes(tokens), taken, event)
 
-    def splice(self, chunks: Sequence[Chunk], block_tables: Any, *, stream: object = None, path: str = "auto") -> SpliceResult:
+    def splice(
+        self, chunks: Sequence[Chunk], block_tables: Any, *, stream: object = None, path: str = "auto"
+    ) -> SpliceResult:
         """Plan and run in one call. See `plan` and `run`; all checks come first, and after an error nothing was written."""
-        return self.run(self.plan(chunks, block_tables), stream=stream, path=path)
+        if self._cuda is None:
+            return self.run(self.plan(chunks, block_tables), stream=stream, path=path)
+        _check_path(path)
+        reading = self._planner.read(chunks)
+        where = streams.handle(stream, self._cuda.device.index, self._owners)
+        tokens, taken, event = self._cuda.splice(reading, block_tables, path, where)
+        return SpliceResult(tokens, self._nbytes(tokens), taken, event)
+
+    def _nbytes(self, tokens: int) -> int:
+        return sum(self._planner.nbytes) * tokens // self.chunk_tokens
 
     def close(self) -> None:
         """Free device memory; waits for copies in flight. Safe to call twice."""
         if self._cuda is not None:
             self._cuda.close()
+
+
+def _check_path(path: str) -> None:
+    if path not in PATHS:
+        raise ValueError(f"path: {path!r} is none of {', '.join(PATHS)}")

@@ -88,7 +88,9 @@ class Table:
 
     def returned(self) -> bool:
         """Whether it can be lent again."""
-        if self._borrower is not None and (self._borrower() is not None or not self.done.passed or not self.sent.passed):
+        if self._borrower is not None and (
+            self._borrower() is not None or not self.done.passed or not self.sent.passed
+        ):
             return False
         self._borrower = self._kept = None
         return True
