@@ -2,9 +2,9 @@
 
     python benches/bench_splice.py [--lmcache FOLDER ...] [--out results.json]
 
-FOLDER is an unpacked LMCache wheel (or a folder with its ``c_ops*.so``) whose compiled operations load on the installed torch:
-0.5.2 (rotate, concatenate, scatter) or 0.5.3 (native retrieve plan). Each runs in a process of its own, together with the raw
-copies and with kvsplice, round by round. Needs torch with CUDA, CuPy and kvsplice.
+FOLDER is an unpacked LMCache wheel (or a folder with its ``c_ops*.so``) whose compiled operations load on the installed
+torch: 0.5.2 (rotate, concatenate, scatter) or 0.5.3 (native retrieve plan). Each runs in a process of its own, together
+with the raw copies and with kvsplice, round by round. Needs torch with CUDA, CuPy and kvsplice.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +28,9 @@ import torch
 import kvsplice
 from kvsplice.rope_scaling import cos_sin_cache
 from kvsplice.splicer import CudaOptions, StagedMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TOKENS, BLOCK = 256, 16
 OLD_START, CUR_START = 40017, 11
@@ -45,10 +47,12 @@ class Shape:
 
     @property
     def kv_size(self) -> int:
+        """Planes of a stored object."""
         return 1 if self.latent else 2
 
     @property
     def hidden(self) -> int:
+        """Elements of a token's row."""
         return self.heads * self.size
 
 
@@ -106,6 +110,7 @@ class Rig:
             self.scratch[i].copy_(self.pinned_objects[i], non_blocking=True)
 
     def raw_d2d(self) -> None:
+        """One copy from device memory to device memory."""
         self.scratch.copy_(self.device_objects)
 
     def methods(self) -> dict[str, Callable[[], None]]:
@@ -123,6 +128,7 @@ class Rig:
         }
 
     def close(self) -> None:
+        """Free the splicer's memory."""
         self.splicer.close()
 
 
@@ -184,9 +190,16 @@ class LMCache:
             slots = self.block_ids[positions // BLOCK] * BLOCK + positions % BLOCK
             joined = torch.cat([self.temp[slot] for slot in range(len(batch))], dim=2)
             self.ops.multi_layer_kv_transfer(
-                joined, self.pointers, slots, joined.device, rig.blocks * BLOCK, self.ops.TransferDirection.H2D, self.format,
-                block_size=BLOCK, head_size=shape.size,
-            )  # fmt: skip
+                joined,
+                self.pointers,
+                slots,
+                joined.device,
+                rig.blocks * BLOCK,
+                self.ops.TransferDirection.H2D,
+                self.format,
+                block_size=BLOCK,
+                head_size=shape.size,
+            )
 
     def execute(self, tables: tuple[Any, ...]) -> None:
         """0.5.3: one native call."""
@@ -241,8 +254,9 @@ class LMCache:
 def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, float]]:
     """Time every method, one after the other in each round.
 
-    ``ms``: device time from an idle stream, so with the host's share before the first kernel. ``busy_ms``: device time behind a
-    kernel that keeps the stream busy while the host enqueues; not for copies from the host, which do not wait for it.
+    ``ms``: device time from an idle stream, so with the host's share before the first kernel. ``busy_ms``: device time
+    behind a kernel that keeps the stream busy while the host enqueues; not for copies from the host, which do not wait
+    for it.
     ``cpu_us``: how long the call took. Medians; p10 and p90 are percentiles.
     """
     samples: dict[str, dict[str, list[float]]] = {name: {"ms": [], "busy_ms": [], "cpu_us": []} for name in methods}
@@ -362,15 +376,12 @@ def table(results: dict[str, Any]) -> str:
             if method == "bytes":
                 continue
             raw = entry["raw device to device" if "busy_ms" in values else "raw host to device"]
-            busy = (
-                f"{values['busy_ms']:.3f} | {100 * raw['busy_ms'] / values['busy_ms']:.1f} %"
-                if "busy_ms" in values
-                else "|"
-            )
-            lines.append(
-                f"| {method} | {values['ms']:.3f} ({values['ms_p10']:.3f} to {values['ms_p90']:.3f}) | {nbytes / values['ms'] / 1e6:.1f} "
-                f"| {100 * raw['ms'] / values['ms']:.1f} % | {busy} | {values['cpu_us']:.0f} |"
-            )
+            busy = "|"
+            if "busy_ms" in values:
+                busy = f"{values['busy_ms']:.3f} | {100 * raw['busy_ms'] / values['busy_ms']:.1f} %"
+            spread = f"{values['ms']:.3f} ({values['ms_p10']:.3f} to {values['ms_p90']:.3f})"
+            rate, share = nbytes / values["ms"] / 1e6, 100 * raw["ms"] / values["ms"]
+            lines.append(f"| {method} | {spread} | {rate:.1f} | {share:.1f} % | {busy} | {values['cpu_us']:.0f} |")
     for name, values in results["errors"].items():
         lines += [
             f"\nrelative error of K, {name}: " + ", ".join(f"{method} {value:.3e}" for method, value in values.items())
@@ -400,9 +411,15 @@ def main() -> None:
         return
     import cupy
 
-    print(f"{date.today()}, {torch.cuda.get_device_name()}, CUDA driver {cupy.cuda.runtime.driverGetVersion()}, torch {torch.__version__}, "
-          f"CuPy {cupy.__version__}, kvsplice {importlib.metadata.version('kvsplice')}")  # fmt: skip
-    print("command: " + " ".join(["python", *(part if part.startswith("-") else Path(part).name for part in sys.argv)]))
+    versions = {
+        "CUDA driver": cupy.cuda.runtime.driverGetVersion(),
+        "torch": torch.__version__,
+        "CuPy": cupy.__version__,
+        "kvsplice": importlib.metadata.version("kvsplice"),
+    }
+    words = [word if word.startswith("-") else Path(word).name for word in sys.argv]
+    print(", ".join([str(date.today()), torch.cuda.get_device_name(), *(f"{k} {v}" for k, v in versions.items())]))
+    print("command: python", *words)
     everything = []
     for lmcache in [None, *arguments.lmcache]:
         command = [sys.executable, __file__, "--child", "--counts", arguments.counts, "--shapes", arguments.shapes]

@@ -24,7 +24,8 @@ TARGET = "compute_80"
 OPTIONS = (f"--gpu-architecture={TARGET}", "--std=c++17", "--restrict")
 PACKAGE = "nvidia-cuda-nvrtc-cu12"
 
-# Element types, as the package and as the kernel call them. A module for each, since the driver compiles a whole module.
+# Element types, as the package and as the kernel call them. A module for each, since the driver compiles a whole
+# module.
 TYPES = {
     "bfloat16": "Bf16",
     "float16": "Fp16",

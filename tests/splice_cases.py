@@ -1,4 +1,7 @@
-"""Random splices, set up in host memory, and their comparison with the reference. Where the arrays live is up to the test."""
+"""Random splices, set up in host memory, and their comparison with the reference.
+
+Where the arrays live is up to the test.
+"""
 
 from __future__ import annotations
 

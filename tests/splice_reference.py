@@ -76,7 +76,7 @@ class Geometry:
             18: [(nb, bs, nh, hs)] * n,
         }[self.format]
 
-    def cell(
+    def cell(  # noqa: PLR0911, PLR0912
         self, caches: Any, kv: int, layer: int, block: int, offset: int, head: int, e: int
     ) -> tuple[np.ndarray, tuple[int, ...]]:
         """The array and the index of one element."""
@@ -189,7 +189,10 @@ def round_to(value: float, dtype: str) -> np.generic:
 def write(
     geometry: Geometry, caches: Any, obj: np.ndarray, chunk: Any, block_table: list[int], rope: Rope | None
 ) -> list[Any]:
-    """Write one chunk into caches of bits. Rotated cells are returned instead: (array, index, lowest, highest allowed value)."""
+    """Write one chunk into caches of bits.
+
+    Rotated cells are returned instead: (array, index, lowest, highest allowed value).
+    """
     bounded = []
     values = obj.view(NUMPY[geometry.dtype])
     for t in range(chunk.count):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from splice_cases import Case, Rig, cases
 from splice_reference import NUMPY
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 

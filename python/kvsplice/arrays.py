@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsplice.dtypes import DTYPES, dtype_name
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ def view(pointer: int, nbytes: int) -> NDArray[np.uint8]:
 
     The caller vouches that they are there and stay; this is the only place that turns an address into memory.
     """
-    return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(pointer), dtype=np.uint8)
+    memory = (ctypes.c_ubyte * nbytes).from_address(pointer)
+    return np.frombuffer(memoryview(memory).cast("B"), dtype=np.uint8)
 
 
 def strided_view(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -59,4 +59,5 @@ def dtype_name(dtype: object, argument: str = "dtype") -> str:
 
 def largest_finite(name: str) -> float:
     """The largest finite value of an element type."""
-    return float(ml_dtypes.finfo(DTYPES[name]).max)
+    limits: Any = ml_dtypes.finfo(DTYPES[name])  # type: ignore[no-untyped-call]
+    return float(limits.max)

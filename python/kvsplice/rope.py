@@ -1,22 +1,25 @@
 """The rotary embeddings of a model, as the engine's own tables of cosines and sines.
 
-A table has a row per position: cosines in the first half, sines in the second (vLLM's ``cos_sin_cache``). A key that was
-stored at position ``old`` moves to ``new`` by the factor ``row(new) * conj(row(old)) / |row(old)|**2`` per frequency, which
-undoes exactly what the engine did, whatever magnitude the table carries.
+A table has a row per position: cosines in the first half, sines in the second (vLLM's ``cos_sin_cache``). A key that
+was stored at position ``old`` moves to ``new`` by the factor ``row(new) * conj(row(old)) / |row(old)|**2`` per
+frequency, which undoes exactly what the engine did, whatever magnitude the table carries.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsplice.arrays import Buffer, describe, host_view, to_host
 from kvsplice.dtypes import DTYPES, TABLE_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
 UNROTATED = -1
 """As a chunk's ``old_start``: its K was stored before the rotation."""
@@ -101,7 +104,8 @@ class RopeTables:
             window = self.group_windows[group]
             if window is not None and index >= 0 and window[1] != self.tables[index].shape[1]:
                 raise ValueError(
-                    f"group_windows[{group}]: width {window[1]}, but the table has rot_dim {self.tables[index].shape[1]}"
+                    f"group_windows[{group}]: width {window[1]}, but the table has rot_dim "
+                    f"{self.tables[index].shape[1]}"
                 )
 
     def check_groups(self, groups: int) -> None:
@@ -145,14 +149,15 @@ class RopeTables:
         """
         rows = self.host_rows(table)
         half = rows.shape[1] // 2
-        new_rows = rows[new].astype(np.float32)
+        new_rows: NDArray[np.float32] = rows[new].astype(np.float32)
         cos_new, sin_new = new_rows[:, :half], new_rows[:, half:]
         if old is None:
             return cos_new, sin_new
-        old_rows = rows[old].astype(np.float32)
+        old_rows: NDArray[np.float32] = rows[old].astype(np.float32)
         cos_old, sin_old = old_rows[:, :half], old_rows[:, half:]
-        scale = np.float32(1) / (cos_old * cos_old + sin_old * sin_old)
-        return (cos_new * cos_old + sin_new * sin_old) * scale, (sin_new * cos_old - cos_new * sin_old) * scale
+        magnitude = cos_old * cos_old + sin_old * sin_old
+        re, im = cos_new * cos_old + sin_new * sin_old, sin_new * cos_old - cos_new * sin_old
+        return (re / magnitude).astype(np.float32), (im / magnitude).astype(np.float32)
 
     def host_rows(self, table: int) -> NDArray[Any]:
         """A table as a numpy array ``[max_position, rot_dim]`` of its own element type; copied if it is on a GPU."""
@@ -189,7 +194,8 @@ def _table(cache: Any, label: str) -> Buffer:
         if bad.any():
             row, frequency = (int(index) for index in np.argwhere(bad)[0])
             raise ValueError(
-                f"{label}: position {start + row}, frequency {frequency} has the cosine {values[row, frequency]} and the sine "
+                f"{label}: position {start + row}, frequency {frequency} has the cosine {values[row, frequency]} "
+                f"and the sine "
                 f"{values[row, half + frequency]}, which cannot be inverted"
             )
     return buffer

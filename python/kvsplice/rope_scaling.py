@@ -1,22 +1,28 @@
-"""Builds cos/sin tables from a model's Hugging Face configuration, for the ropes whose angle is linear in the position."""
+"""Builds cos/sin tables from a model's Hugging Face configuration.
+
+For the ropes whose angle is linear in the position, which are those that a fixed factor can move.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsplice.dtypes import DTYPES, TABLE_DTYPES, dtype_name
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_SWITCHES = "it switches its frequencies with the length of the request, so no fixed factor moves a key"
 _REFUSED = {
     "dynamic": "its frequencies change with the length of the request, so no fixed factor moves a key",
-    "longrope": "it switches between two sets of frequencies with the length of the request, so no fixed factor moves a key",
-    "su": "it switches between two sets of frequencies with the length of the request, so no fixed factor moves a key",
-    "mrope": "a token has three positions, and those of images are unequal; a chunk of text alone has equal ones: remove "
-    "mrope_section from the configuration to build its table",
+    "longrope": _SWITCHES,
+    "su": _SWITCHES,
+    "mrope": "a token has three positions, and those of images are unequal; a chunk of text alone has equal ones: "
+    "remove mrope_section from the configuration to build its table",
 }
 
 
@@ -29,15 +35,16 @@ def cos_sin_cache(
 ) -> NDArray[Any]:
     """The table of cosines and sines of a model.
 
-    Knows ``default``, ``linear``, ``llama3`` and ``yarn``, with partial rotary and MLA's ``qk_rope_head_dim``. Frequencies and
-    magnitudes are those of the papers (RoPE: arXiv 2104.09864; YaRN: arXiv 2309.00071) and of Llama 3.1's release; angles
-    are computed in float32 as engines do. An engine's own table is always the better source.
+    Knows ``default``, ``linear``, ``llama3`` and ``yarn``, with partial rotary and MLA's ``qk_rope_head_dim``.
+    Frequencies and magnitudes are those of the papers (RoPE: arXiv 2104.09864; YaRN: arXiv 2309.00071) and of Llama
+    3.1's release; angles are computed in float32 as engines do. An engine's own table is always the better source.
 
     Parameters
     ----------
     config : mapping or transformers configuration
         Read are ``head_dim`` (or ``hidden_size`` and ``num_attention_heads``), ``qk_rope_head_dim``, ``rope_theta``,
-        ``partial_rotary_factor``, ``max_position_embeddings``, ``rope_scaling``; or ``rope_parameters``, as transformers 5 has it.
+        ``partial_rotary_factor``, ``max_position_embeddings``, ``rope_scaling``; or ``rope_parameters``, as
+        transformers 5 has it.
     max_position : int, optional
         Rows; ``max_position_embeddings`` if left out.
     dtype : optional
@@ -53,7 +60,8 @@ def cos_sin_cache(
     Raises
     ------
     ValueError
-        If the rope is not linear in the position (dynamic NTK, LongRoPE, mRoPE), is unknown, or something it needs is missing.
+        If the rope is not linear in the position (dynamic NTK, LongRoPE, mRoPE), is unknown, or something it needs is
+        missing.
     """
     values = _as_mapping(config)
     rope = _rope_parameters(values, layer_type)

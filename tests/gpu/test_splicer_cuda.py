@@ -117,7 +117,7 @@ class Large:
 
 
 def assert_close(got: np.ndarray, expected: np.ndarray) -> None:
-    """Bits of bfloat16, equal but for fp32 sums that were rounded from the other side of a tie, or that nearly cancel."""
+    """Bits of bfloat16, equal but for fp32 sums that were rounded from the other side of a tie, or nearly cancel."""
     if np.array_equal(got, expected):
         return
     differ = got != expected
@@ -218,7 +218,10 @@ def test_nothing_waits_for_the_device(framework: Any) -> None:
     large.splicer.splice(large.chunks(), large.table)
     wait()
     spin = cupy.RawKernel(
-        'extern "C" __global__ void spin(long long cycles) { long long start = clock64(); while (clock64() - start < cycles) {} }',
+        """extern "C" __global__ void spin(long long cycles) {
+            long long start = clock64();
+            while (clock64() - start < cycles) {}
+        }""",
         "spin",
     )
     busy = cupy.cuda.Stream(non_blocking=True)

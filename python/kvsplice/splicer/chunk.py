@@ -46,8 +46,8 @@ class Chunk:
     Parameters
     ----------
     source : array or StagedMemory, or a sequence of them
-        The stored object of each group of layers, ``[kv_size, layers, tokens, hidden]`` in C order (LMCache's object layout);
-        the sequence may be left out where there is one group.
+        The stored object of each group of layers, ``[kv_size, layers, tokens, hidden]`` in C order (LMCache's object
+        layout); the sequence may be left out where there is one group.
     old_start : int or None
         Position of the object's token ``offset`` when it was stored; None if K was stored before the rotation.
     cur_start : int

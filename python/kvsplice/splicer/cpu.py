@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from kvsplice.arrays import CPU, strided_view
 from kvsplice.dtypes import DTYPES, largest_finite
 from kvsplice.rope import UNROTATED
-from kvsplice.splicer.plan import Plan, Planner
 from kvsplice.splicer.segments import Operation, Segment
+
+if TYPE_CHECKING:
+    from kvsplice.splicer.plan import Plan, Planner
 
 _BITS = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4)}
 

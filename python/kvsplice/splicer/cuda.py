@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsplice.arrays import Device, host_view
 from kvsplice.dtypes import DTYPES
-from kvsplice.rope import RopeTables
 from kvsplice.splicer import modules
 from kvsplice.splicer.launches import Batch, Rows
 from kvsplice.splicer.lowering import CHUNK, MAX_SEGMENTS, DeviceTable, lower
-from kvsplice.splicer.plan import Plan, Planner, Reading, Source
 from kvsplice.splicer.staging import Event, Ring, Table, Tables
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kvsplice.rope import RopeTables
+    from kvsplice.splicer.plan import Plan, Planner, Reading, Source
 
 PATHS = ("auto", "staged", "direct")
 
@@ -31,9 +36,9 @@ class CudaOptions:
     staging_chunks : int
         Slots of the staging ring; each takes a chunk's objects of all groups in device memory.
     device_blocks, staged_blocks, direct_blocks : int or None
-        Most thread blocks that a launch may have, and so what share of the GPU it takes: a multiprocessor holds two of these
-        blocks of 256 threads. For chunks in device memory, for staged chunks, and for kernels that read host memory. The
-        latter two wait for the host link, which few blocks keep up with. None means no bound.
+        Most thread blocks that a launch may have, and so what share of the GPU it takes: a multiprocessor holds two of
+        these blocks of 256 threads. For chunks in device memory, for staged chunks, and for kernels that read host
+        memory. The latter two wait for the host link, which few blocks keep up with. None means no bound.
     direct_bytes : int
         Up to this size, pinned chunks are read by the kernel itself instead of being staged.
     """
@@ -92,7 +97,7 @@ class CudaPlan:
 
 @dataclass(frozen=True)
 class HeadStart:
-    """A chunk whose copy into the ring was begun before the rest was checked: which, its slot, and an event behind each piece."""
+    """A chunk whose copy into the ring began before the rest was checked: its slot, and an event behind each piece."""
 
     index: int
     slot: int
@@ -131,7 +136,9 @@ class CudaBackend:
             self._ring: Ring | None = Ring(self.cupy, self._offsets[-1], options.staging_chunks)
 
     def splice(self, reading: Reading, block_tables: Any, path: str, stream: int) -> tuple[int, str, Any]:
-        """Check the rest, and enqueue everything. The first copy runs meanwhile: until a kernel reads it, the ring is all it touches.
+        """Check the rest, and enqueue everything.
+
+        The first copy runs meanwhile: until a kernel reads it, the ring is all it touches.
 
         Returns
         -------
@@ -322,7 +329,10 @@ class CudaBackend:
                 batch.launch(table, prepared.block_tables[group], end - first, max_blocks=max_blocks, stream=stream)
 
     def _run_staged(self, prepared: CudaPlan, first: int, end: int, stream: int, head: HeadStart | None) -> None:
-        """Each chunk through a slot of the ring; the last in pieces, so that little is left to do when its last byte arrives."""
+        """Bring each chunk through a slot of the ring.
+
+        The last goes in pieces, so that little is left to do when its last byte arrives.
+        """
         assert self._ring is not None
         copy_stream, plan = self._copy_stream.ptr, prepared.plan
         for position in range(first, end):
@@ -360,7 +370,7 @@ class CudaBackend:
             free.record(stream)
 
     def _cut(self, group: int) -> list[Rows]:
-        """Ranges of rows of an object, each half as long as the one before, down to a size that a copy is still worth."""
+        """Cut an object's rows in ranges, each half as long as the one before, down to what a copy is still worth."""
         planes, layers, tokens, hidden = self._planner.shapes[group]
         row_bytes = tokens * hidden * self._planner.layouts[group].itemsize
         rows, start = planes * layers, 0
@@ -398,7 +408,7 @@ class CudaBackend:
             )
             return
         bounds = [start, *(at for at in sorted(source.breaks) if start < at < stop), stop]
-        for begin, finish in zip(bounds[:-1], bounds[1:], strict=True):
+        for begin, finish in pairwise(bounds):
             self._runtime.memcpyAsync(base + begin, source.pointer + begin, finish - begin, kind, stream)
 
     # -- registration -------------------------------------------------------------------------------------------------

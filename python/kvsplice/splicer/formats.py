@@ -46,6 +46,10 @@ FORMATS: dict[int, str] = {
     18: "NL_X_NB_BS_NH_HS",
 }
 
+COMPONENTS = FORMATS[18]
+"""Each entry is a K or a V by itself."""
+
+INDEXER = FORMATS[14]
 INDEXER_VALUES = 128
 INDEXER_SCALES = 4
 """Bytes per token of format 14: fp8 values, then one fp32 scale

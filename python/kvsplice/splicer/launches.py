@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsplice.splicer.lowering import LAUNCH, LAYERS_IN_FLIGHT, MAX_SEGMENTS, THREADS, LoweredSegment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
 Rows = tuple[int, int]
 """Rows of a staged object, counted over planes and layers: the first, and the end."""
@@ -105,7 +109,8 @@ class Batch:
             return None
         # Few tiles: share the layers out too, so that every multiprocessor has work.
         splits = max(1, min(-(-self._wanted // (sum(self._tiles) * count)), -(-most // LAYERS_IN_FLIGHT)))
-        per_unit = -(-(-(-most // splits)) // LAYERS_IN_FLIGHT) * LAYERS_IN_FLIGHT
+        rounds = math.ceil(math.ceil(most / splits) / LAYERS_IN_FLIGHT)
+        per_unit = rounds * LAYERS_IN_FLIGHT
         arguments = self._template.copy()
         launch = arguments[0]
         units = 0

@@ -9,10 +9,16 @@ from typing import Any
 from kvsplice.arrays import CPU, Buffer, Device, contiguous_strides, describe
 from kvsplice.dtypes import DTYPES, dtype_name
 from kvsplice.splicer import formats
-from kvsplice.splicer.formats import INDEXER_SCALES, INDEXER_VALUES, Format
+from kvsplice.splicer.formats import COMPONENTS, INDEXER, INDEXER_SCALES, INDEXER_VALUES, Format
 
 Nested = Any
 """Arrays or addresses, nested in lists as the format's name says."""
+
+Leaf = tuple[int, int, Buffer]
+"""Layer, K/V or plane, memory."""
+
+Axes = dict[str, tuple[int, int]]
+"""Axis -> length, byte stride."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,8 @@ class Plane:
 
     The element ``e`` of head ``h`` of the token at ``offset`` in ``block`` of layer ``layers[i]`` lies at
     ``pointers[i] + block * block_stride + offset * token_stride + h * head_stride + e * element_stride``,
-    and in the staged object in plane ``source_plane`` of that layer, column ``source_column + h * source_head_stride + e``.
+    and in the staged object in plane ``source_plane`` of that layer, column ``source_column + h * source_head_stride +
+    e``.
 
     Attributes
     ----------
@@ -209,8 +216,8 @@ class PagedLayout:
     def vllm(cls, kv_caches: Mapping[str, Any] | Sequence[Any], *, dtype: object = None) -> PagedLayout:
         """Describe vLLM's ``kv_caches``: a dict or list of one tensor per layer.
 
-        Three axes are MLA, five with the 2 in front FlashAttention's, five with the 2 behind FlashInfer's; four are fused
-        K and V, which is NHD or HND and cannot be told from the shape: use `from_format` for those.
+        Three axes are MLA, five with the 2 in front FlashAttention's, five with the 2 behind FlashInfer's; four are
+        fused K and V, which is NHD or HND and cannot be told from the shape: use `from_format` for those.
 
         Raises
         ------
@@ -264,143 +271,47 @@ def _leaves(
 
 def _build(
     parsed: Format,
-    leaves: Sequence[tuple[int, int, Buffer]],
+    leaves: Sequence[Leaf],
     block_size: int | None,
     key_layers: Sequence[bool] | None,
     slots_per_block: int | None,
 ) -> PagedLayout:
     first = leaves[0][2]
-    axes = _axes(parsed, first, leaves)
-    planes_in_lists = "NP" in parsed.lists
-    itemsize = DTYPES[first.dtype].itemsize
-
-    if "NBBS" in axes:
-        slots, step = axes["NBBS"]
-        if block_size is None:
-            raise ValueError(f"block_size: {parsed.name} does not say how many tokens a block has")
-        if block_size < 1 or slots % block_size:
-            raise ValueError(f"block_size: {slots} slots are not a multiple of {block_size}")
-        blocks, block_stride, token_stride = slots // block_size, step * block_size, step
-    elif block_size is not None:
-        raise ValueError(f"block_size: {parsed.name} says it itself")
-    else:
-        blocks, block_stride = axes["NB"]
-        block_size, token_stride = axes["BSV" if "BSV" in axes else "BS"]
-    if slots_per_block is not None and slots_per_block != block_size:
+    axes = _axes(parsed, leaves)
+    cells = _cells(parsed, axes, leaves, block_size)
+    if slots_per_block is not None and slots_per_block != cells.block_size:
         raise ValueError(
-            f"slots_per_block: {slots_per_block} slots for {block_size} tokens; compressed caches cannot be spliced, since their slots are "
-            "not the KV of single tokens"
+            f"slots_per_block: {slots_per_block} slots for {cells.block_size} tokens; compressed caches cannot be "
+            "spliced, since their slots are not the KV of single tokens"
         )
-    heads, head_stride = axes.get("NH", (1, 0))
-    strides = (block_stride, token_stride, head_stride)
-
-    # Which leaf, and which byte of it, begins each layer's part.
-    starts: dict[tuple[int, int], int] = {}
-    for layer, part, buffer in leaves:
-        for inner_layer in range(axes["NL"][0] if "NL" in axes else 1):
-            start = buffer.pointer + (inner_layer * axes["NL"][1] if "NL" in axes else 0)
-            starts[layer + inner_layer, part] = start
-    num_layers = 1 + max(layer for layer, _ in starts)
-    layers = tuple(range(num_layers))
-
-    def plane(
-        keys: bool, pointers: Sequence[int], width: int, element: int, source: tuple[int, int, int], **changes: Any
-    ) -> Plane:
-        fields: dict[str, Any] = {
-            "keys": keys,
-            "pointers": tuple(pointers),
-            "layers": layers,
-            "block_stride": strides[0],
-            "token_stride": strides[1],
-            "head_stride": strides[2],
-            "element_stride": element,
-            "heads": heads,
-            "width": width,
-            "source_plane": source[0],
-            "source_column": source[1],
-            "source_head_stride": source[2],
-        }
-        return Plane(**(fields | changes))
-
-    unrotatable = None
-    kv_size, hidden = 1, 0
-    if parsed.name == "NL_X_NB_BSV_BSS":
-        width, element = axes["BSS"]
-        if (first.dtype, width, element) != ("uint8", INDEXER_VALUES + INDEXER_SCALES, 1) or token_stride != width:
-            raise ValueError(
-                f"caches: {parsed.name} is uint8 with {INDEXER_VALUES + INDEXER_SCALES} bytes for each token of a block"
-            )
-        unrotatable = "its keys are quantized with a scale per token, which a rotation would change"
-        values = [starts[layer, 0] for layer in layers]
-        scales = [pointer + block_size * INDEXER_VALUES for pointer in values]
-        hidden = width
-        planes = [
-            plane(True, values, INDEXER_VALUES, 1, (0, 0, 0), token_stride=INDEXER_VALUES),
-            plane(True, scales, INDEXER_SCALES, 1, (0, INDEXER_VALUES, 0), token_stride=INDEXER_SCALES),
-        ]
-    elif planes_in_lists:
-        planes = []
-        for part in range(1 + max(part for _, part in starts)):
-            own = next(buffer for layer, own_part, buffer in leaves if (layer, own_part) == (0, part))
-            own_axes = dict(zip(parsed.axes, zip(own.shape, own.strides, strict=True), strict=True))
-            width, element = own_axes["HS"]
-            steps = {"block_stride": own_axes["NB"][1], "token_stride": own_axes["BS"][1]}
-            planes.append(
-                plane(True, [starts[layer, part] for layer in layers], width, element, (0, hidden, 0), **steps)
-            )
-            hidden += width
-    elif parsed.fused:
-        width, element = axes["CS"] if "CS" in axes else axes["HS"]
-        if "CS" in axes:
-            if width % 2:
-                raise ValueError(f"caches: {width} elements per head are not a K and a V of equal size")
-            width, value_step = width // 2, element * (width // 2)
-        else:
-            value_step = axes["TWO"][1]
-        hidden = heads * 2 * width
-        pointers = [starts[layer, 0] for layer in layers]
-        planes = [
-            plane(True, pointers, width, element, (0, 0, 2 * width)),
-            plane(False, [pointer + value_step for pointer in pointers], width, element, (0, width, 2 * width)),
-        ]
-    elif parsed.split:
-        width, element = axes["HS"]
-        kv_size, hidden = 2, heads * width
-        if "TWO" in axes:
-            keys = [starts[layer, 0] for layer in layers]
-            values = [pointer + axes["TWO"][1] for pointer in keys]
-        else:
-            keys, values = ([starts[layer, part] for layer in layers] for part in (0, 1))
-        planes = [plane(True, keys, width, element, (0, 0, width)), plane(False, values, width, element, (1, 0, width))]
-    else:
-        width, element = axes["HS"]
-        hidden = heads * width
-        pointers = [starts[layer, 0] for layer in layers]
-        if parsed.latent or key_layers is None:
-            planes = [plane(True, pointers, width, element, (0, 0, width))]
-            if not parsed.latent:
-                unrotatable = "key_layers does not say which entries are K"
-        else:
-            if len(key_layers) != num_layers:
-                raise ValueError(f"key_layers: {len(key_layers)} entries for {num_layers} arrays")
-            planes = []
-            for keys_wanted in (True, False):
-                chosen = tuple(layer for layer in layers if bool(key_layers[layer]) == keys_wanted)
-                if chosen:
-                    own_pointers = [pointers[layer] for layer in chosen]
-                    planes.append(plane(keys_wanted, own_pointers, width, element, (0, 0, width), layers=chosen))
-    if key_layers is not None and parsed.name != "NL_X_NB_BS_NH_HS":
+    if key_layers is not None and parsed.name != COMPONENTS:
         raise ValueError(f"key_layers: {parsed.name} says it itself")
+    unrotatable = None
+    kv_size = 2 if parsed.split else 1
+    if parsed.name == INDEXER:
+        planes, hidden = _indexer_planes(cells, axes, first)
+        unrotatable = "its keys are quantized with a scale per token, which a rotation would change"
+    elif "NP" in parsed.lists:
+        planes, hidden = _tuple_planes(cells, parsed, leaves)
+        if len(planes) > 2:
+            unrotatable = "its third plane holds an indexer's keys, which carry a rope of their own"
+    elif parsed.fused:
+        planes, hidden = _fused_planes(cells, axes)
+    elif parsed.split:
+        planes, hidden = _split_planes(cells, axes)
+    else:
+        planes, hidden = _single_planes(cells, axes, parsed, key_layers)
+        if parsed.name == COMPONENTS and key_layers is None:
+            unrotatable = "key_layers does not say which entries are K"
     if first.dtype == "uint8" and unrotatable is None:
         unrotatable = "uint8 does not say what its bits mean; give dtype"
-
-    _check_pointers(planes, itemsize)
+    _check_pointers(planes, DTYPES[first.dtype].itemsize)
     return PagedLayout(
         format=parsed.name,
         planes=tuple(planes),
-        num_layers=num_layers,
-        num_blocks=blocks,
-        block_size=block_size,
+        num_layers=cells.num_layers,
+        num_blocks=cells.num_blocks,
+        block_size=cells.block_size,
         kv_size=kv_size,
         hidden=hidden,
         dtype=first.dtype,
@@ -411,43 +322,200 @@ def _build(
     )
 
 
-def _axes(parsed: Format, first: Buffer, leaves: Sequence[tuple[int, int, Buffer]]) -> dict[str, tuple[int, int]]:
-    """Axis -> (length, byte stride), after checking every leaf against the format and against the first."""
-    names = tuple(name for name in parsed.axes if name not in {"BSV", "BSS"}) + (
-        ("BSV", "BSS") if "BSV" in parsed.axes else ()
-    )
-    free = "NP" in parsed.lists
+@dataclass(frozen=True)
+class _Cells:
+    """What all planes of a layout share.
+
+    ``starts`` maps (layer, K/V or plane) to the address of its tensor's first element.
+    """
+
+    num_blocks: int
+    block_size: int
+    num_layers: int
+    heads: int
+    block_stride: int
+    token_stride: int
+    head_stride: int
+    starts: dict[tuple[int, int], int]
+
+    def pointers(self, part: int = 0) -> tuple[int, ...]:
+        """The addresses of one part in all layers."""
+        return tuple(self.starts[layer, part] for layer in range(self.num_layers))
+
+    def plane(
+        self,
+        keys: bool,
+        pointers: Sequence[int],
+        width: int,
+        element_stride: int,
+        source: tuple[int, int, int],
+        layers: Sequence[int] | None = None,
+        strides: tuple[int, int] | None = None,
+    ) -> Plane:
+        """A plane.
+
+        ``source`` is its plane, column and head stride in a staged object; ``strides`` those of blocks and tokens.
+        """
+        block_stride, token_stride = strides or (self.block_stride, self.token_stride)
+        return Plane(
+            keys=keys,
+            pointers=tuple(pointers),
+            layers=tuple(range(self.num_layers) if layers is None else layers),
+            block_stride=block_stride,
+            token_stride=token_stride,
+            head_stride=self.head_stride,
+            element_stride=element_stride,
+            heads=self.heads,
+            width=width,
+            source_plane=source[0],
+            source_column=source[1],
+            source_head_stride=source[2],
+        )
+
+
+def _cells(parsed: Format, axes: Axes, leaves: Sequence[Leaf], block_size: int | None) -> _Cells:
+    if "NBBS" in axes:
+        slots, token_stride = axes["NBBS"]
+        if block_size is None:
+            raise ValueError(f"block_size: {parsed.name} does not say how many tokens a block has")
+        if block_size < 1 or slots % block_size:
+            raise ValueError(f"block_size: {slots} slots are not a multiple of {block_size}")
+        num_blocks, block_stride = slots // block_size, token_stride * block_size
+    elif block_size is not None:
+        raise ValueError(f"block_size: {parsed.name} says it itself")
+    else:
+        num_blocks, block_stride = axes["NB"]
+        block_size, token_stride = axes["BSV" if "BSV" in axes else "BS"]
+    heads, head_stride = axes.get("NH", (1, 0))
+    inner_layers, layer_stride = axes.get("NL", (1, 0))
+    starts = {
+        (layer + inner, part): buffer.pointer + inner * layer_stride
+        for layer, part, buffer in leaves
+        for inner in range(inner_layers)
+    }
+    num_layers = 1 + max(layer for layer, _ in starts)
+    return _Cells(num_blocks, block_size, num_layers, heads, block_stride, token_stride, head_stride, starts)
+
+
+def _split_planes(cells: _Cells, axes: Axes) -> tuple[list[Plane], int]:
+    """K and V by themselves, in an axis or in a level of lists."""
+    width, element = axes["HS"]
+    keys = cells.pointers()
+    values = tuple(pointer + axes["TWO"][1] for pointer in keys) if "TWO" in axes else cells.pointers(1)
+    planes = [
+        cells.plane(True, keys, width, element, (0, 0, width)),
+        cells.plane(False, values, width, element, (1, 0, width)),
+    ]
+    return planes, cells.heads * width
+
+
+def _fused_planes(cells: _Cells, axes: Axes) -> tuple[list[Plane], int]:
+    """A head's K, then its V."""
+    width, element = axes["CS"] if "CS" in axes else axes["HS"]
+    if "CS" in axes:
+        if width % 2:
+            raise ValueError(f"caches: {width} elements per head are not a K and a V of equal size")
+        width //= 2
+    value_step = width * element if "CS" in axes else axes["TWO"][1]
+    keys = cells.pointers()
+    values = [pointer + value_step for pointer in keys]
+    planes = [
+        cells.plane(True, keys, width, element, (0, 0, 2 * width)),
+        cells.plane(False, values, width, element, (0, width, 2 * width)),
+    ]
+    return planes, cells.heads * 2 * width
+
+
+def _tuple_planes(cells: _Cells, parsed: Format, leaves: Sequence[Leaf]) -> tuple[list[Plane], int]:
+    """Planes of one token that follow each other in the staged row."""
+    planes: list[Plane] = []
+    column = 0
+    for _, part, buffer in (leaf for leaf in leaves if leaf[0] == 0):
+        axes = dict(zip(parsed.axes, zip(buffer.shape, buffer.strides, strict=True), strict=True))
+        width, element = axes["HS"]
+        strides = axes["NB"][1], axes["BS"][1]
+        planes.append(cells.plane(True, cells.pointers(part), width, element, (0, column, 0), strides=strides))
+        column += width
+    return planes, column
+
+
+def _single_planes(
+    cells: _Cells, axes: Axes, parsed: Format, key_layers: Sequence[bool] | None
+) -> tuple[list[Plane], int]:
+    """One row per token and layer: a latent, or a K or a V."""
+    width, element = axes["HS"]
+    source, hidden, pointers = (0, 0, width), cells.heads * width, cells.pointers()
+    if parsed.latent or key_layers is None:
+        return [cells.plane(True, pointers, width, element, source)], hidden
+    if len(key_layers) != cells.num_layers:
+        raise ValueError(f"key_layers: {len(key_layers)} entries for {cells.num_layers} arrays")
+    planes = []
+    for keys in (True, False):
+        layers = [layer for layer in range(cells.num_layers) if bool(key_layers[layer]) == keys]
+        if layers:
+            planes.append(cells.plane(keys, [pointers[layer] for layer in layers], width, element, source, layers))
+    return planes, hidden
+
+
+def _indexer_planes(cells: _Cells, axes: Axes, first: Buffer) -> tuple[list[Plane], int]:
+    """The values of all tokens of a block, then their scales."""
+    width, element = axes["BSS"]
+    if (first.dtype, width, element) != ("uint8", INDEXER_VALUES + INDEXER_SCALES, 1) or cells.token_stride != width:
+        raise ValueError(
+            f"caches: {INDEXER} is uint8 with {INDEXER_VALUES + INDEXER_SCALES} bytes for each token of a block"
+        )
+    values = cells.pointers()
+    scales = [pointer + cells.block_size * INDEXER_VALUES for pointer in values]
+    strides = cells.block_stride, INDEXER_VALUES
+    planes = [
+        cells.plane(True, values, INDEXER_VALUES, 1, (0, 0, 0), strides=strides),
+        cells.plane(
+            True, scales, INDEXER_SCALES, 1, (0, INDEXER_VALUES, 0), strides=(cells.block_stride, INDEXER_SCALES)
+        ),
+    ]
+    return planes, width
+
+
+def _axes(parsed: Format, leaves: Sequence[Leaf]) -> Axes:
+    """Check every leaf against the format and against the first, whose axes these are."""
+    first = leaves[0][2]
     for layer, part, buffer in leaves:
         where = f"caches: layer {layer}" + (f", part {part}" if part else "")
-        if len(buffer.shape) != len(names):
-            raise ValueError(f"{where} has {len(buffer.shape)} axes, {parsed.name} has {len(names)}")
-        for name, extent in zip(names, buffer.shape, strict=True):
-            expected = {"TWO": 2, "ONE": 1}.get(name)
-            if expected is not None and extent != expected:
-                raise ValueError(f"{where}: the axis {name} of {parsed.name} has length {extent}")
-            if extent < 1:
-                raise ValueError(f"{where}: the axis {name} is empty")
+        _check_shape(parsed, buffer, where)
         if buffer.dtype != first.dtype:
             raise ValueError(f"{where} is {buffer.dtype}, the first is {first.dtype}")
         if buffer.device != first.device:
             raise ValueError(f"{where} is on {buffer.device}, the first is on {first.device}")
         # Planes of one token may differ in width, and so in strides, but not from layer to layer.
+        free = "NP" in parsed.lists
         peer = next(other for _, other_part, other in leaves if other_part == part) if free else first
-        if (
-            buffer.shape != peer.shape
-            or buffer.strides != peer.strides
-            or (free and buffer.shape[:-1] != first.shape[:-1])
+        if (buffer.shape, buffer.strides) != (peer.shape, peer.strides) or (
+            free and buffer.shape[:-1] != first.shape[:-1]
         ):
             raise ValueError(f"{where} has another shape or other strides than the first")
-        reach = DTYPES[buffer.dtype].itemsize
-        for extent, step in sorted(zip(buffer.shape, buffer.strides, strict=True), key=lambda axis: axis[1]):
-            if extent > 1 and step < reach:
+        _check_overlap(buffer, where)
+    return dict(zip(parsed.axes, zip(first.shape, first.strides, strict=True), strict=True))
+
+
+def _check_shape(parsed: Format, buffer: Buffer, where: str) -> None:
+    if len(buffer.shape) != len(parsed.axes):
+        raise ValueError(f"{where} has {len(buffer.shape)} axes, {parsed.name} has {len(parsed.axes)}")
+    for name, extent in zip(parsed.axes, buffer.shape, strict=True):
+        if extent != {"TWO": 2, "ONE": 1}.get(name, extent):
+            raise ValueError(f"{where}: the axis {name} of {parsed.name} has length {extent}")
+        if extent < 1:
+            raise ValueError(f"{where}: the axis {name} is empty")
+
+
+def _check_overlap(buffer: Buffer, where: str) -> None:
+    reach = DTYPES[buffer.dtype].itemsize
+    for extent, step in sorted(zip(buffer.shape, buffer.strides, strict=True), key=lambda axis: axis[1]):
+        if extent > 1:
+            if step < reach:
                 raise ValueError(
                     f"{where}: its elements overlap (shape {list(buffer.shape)}, strides {list(buffer.strides)})"
                 )
-            if extent > 1:
-                reach = step * (extent - 1) + reach
-    return dict(zip(names, zip(first.shape, first.strides, strict=True), strict=True))
+            reach += step * (extent - 1)
 
 
 def _check_pointers(planes: Sequence[Plane], itemsize: int) -> None:

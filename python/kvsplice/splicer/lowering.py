@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsplice.dtypes import DTYPES
-from kvsplice.splicer.layout import PagedLayout
 from kvsplice.splicer.segments import Operation, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kvsplice.splicer.layout import PagedLayout
 
 THREADS = 256
 MAX_SEGMENTS = 8
@@ -153,7 +157,10 @@ def _vectors(layout: PagedLayout, segment: Segment, tokens: int) -> bool:
 def _lower(
     layout: PagedLayout, segment: Segment, tokens: int, tables: Sequence[DeviceTable], vector: int, column: int = 0
 ) -> LoweredSegment:
-    """``vector`` is the elements of one, or 0 to move single ones; ``column`` where in a cut rotation the segment begins."""
+    """Lower one segment.
+
+    ``vector`` is the elements of one, or 0 to move single ones; ``column`` where in a cut rotation the segment begins.
+    """
     plane, size, width = segment.plane, layout.itemsize, segment.width
     half = width // 2
     if segment.operation is Operation.HALVES:

@@ -18,9 +18,13 @@ def manifest() -> dict[str, Any]:
 
 
 def ptx_path(dtype: str) -> Path:
-    """The module for an element type. Bytes are copied by that of an 8-bit float, which never looks at what it copies."""
+    """The module for an element type.
+
+    Bytes are copied by that of an 8-bit float, which never looks at what it copies.
+    """
     wanted = "float8_e4m3fn" if dtype == "uint8" else dtype
-    return FOLDER / next(module["file"] for module in manifest()["modules"] if module["dtype"] == wanted)
+    file: str = next(module["file"] for module in manifest()["modules"] if module["dtype"] == wanted)
+    return FOLDER / file
 
 
 def load(cupy: Any, dtype: str) -> tuple[Any, Any]:

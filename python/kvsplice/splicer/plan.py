@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsplice.arrays import CPU, Device, describe
 from kvsplice.rope import UNROTATED, RopeTables
 from kvsplice.splicer.chunk import Chunk, StagedMemory
 from kvsplice.splicer.layout import PagedLayout
 from kvsplice.splicer.segments import Segment, cut
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
 
 class Source(NamedTuple):
@@ -124,8 +127,8 @@ class Planner:
             _used_blocks(group, layout, table, spans)
             for group, (layout, table) in enumerate(zip(self.layouts, tables, strict=True))
         ]
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        return Plan(*columns, reading.sources, used, sum(count for *_, count in rows))
+        old, cur, offset, count = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        return Plan(old, cur, offset, count, reading.sources, used, sum(taken for *_, taken in rows))
 
     def _positions(self, chunk: Chunk, index: int) -> tuple[int, int, int, int]:
         """Old start, current start, offset and count."""
@@ -146,7 +149,8 @@ class Planner:
         if self.max_position is not None and old != cur and max(old, cur) + count > self.max_position:
             name, start = ("cur_start", cur) if cur + count > self.max_position else ("old_start", old)
             raise ValueError(
-                f"chunks[{index}].{name}: positions up to {start + count - 1}, but the rope table ends at {self.max_position - 1}"
+                f"chunks[{index}].{name}: positions up to {start + count - 1}, but the rope table ends at "
+                f"{self.max_position - 1}"
             )
         return old, cur, offset, count
 
@@ -166,7 +170,8 @@ class Planner:
         if isinstance(part, StagedMemory):
             if part.nbytes != expected:
                 raise ValueError(
-                    f"{self._label(index, group)}: {part.nbytes} bytes, expected {expected} for {list(self.shapes[group])} of {layout.dtype}"
+                    f"{self._label(index, group)}: {part.nbytes} bytes, expected {expected} for "
+                    f"{list(self.shapes[group])} of {layout.dtype}"
                 )
             self._check_address(part.pointer, group, index)
             return Source(part.pointer, None, part.breaks, part.location, part)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from kvsplice.rope import GroupRope, RopeTables
-from kvsplice.splicer.layout import PagedLayout, Plane
+if TYPE_CHECKING:
+    from kvsplice.rope import GroupRope, RopeTables
+    from kvsplice.splicer.layout import PagedLayout, Plane
 
 
 class Operation(Enum):
@@ -43,8 +45,8 @@ def cut(layout: PagedLayout, rope: RopeTables | None, group: int) -> tuple[Segme
         raise ValueError(f"layouts[{group}]: {layout.format} cannot be rotated: {layout.unrotatable}")
     if layout.latent and not rope.has_window(group) and turned.width != layout.hidden:
         raise ValueError(
-            f"group_windows: layouts[{group}] has one row of {layout.hidden} elements for all heads, of which {turned.width} carry rope; "
-            "say which"
+            f"group_windows: layouts[{group}] has one row of {layout.hidden} elements for all heads, of which "
+            f"{turned.width} carry rope; say which"
         )
     segments: list[Segment] = []
     rotated = False
@@ -59,8 +61,8 @@ def cut(layout: PagedLayout, rope: RopeTables | None, group: int) -> tuple[Segme
         segments += _around(plane, start, turned)
     if not rotated and any(plane.keys for plane in layout.planes):
         raise ValueError(
-            f"group_windows: elements {turned.offset} to {turned.offset + turned.width} do not lie in one plane of layouts[{group}], "
-            f"whose widths are {', '.join(str(plane.width) for plane in layout.planes)}"
+            f"group_windows: elements {turned.offset} to {turned.offset + turned.width} do not lie in one plane of "
+            f"layouts[{group}], whose widths are {', '.join(str(plane.width) for plane in layout.planes)}"
         )
     return tuple(segments)
 

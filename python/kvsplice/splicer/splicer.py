@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvsplice.rope import RopeTables
 from kvsplice.splicer import streams
-from kvsplice.splicer.chunk import Chunk
 from kvsplice.splicer.cpu import CpuBackend
 from kvsplice.splicer.cuda import PATHS, CudaBackend, CudaOptions, CudaPlan
 from kvsplice.splicer.layout import PagedLayout
 from kvsplice.splicer.plan import Plan, Planner
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvsplice.rope import RopeTables
+    from kvsplice.splicer.chunk import Chunk
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,9 @@ class SpliceResult:
     nbytes : int
         Bytes of KV written for them.
     path : str
-        ``cpu``; or on a GPU ``device`` (the chunks lay there), ``direct`` (the kernel read pinned host memory), ``staged``
-        (copied to the device in pieces first), a combination with ``+``; ``none`` if there was nothing to do.
+        ``cpu``; or on a GPU ``device`` (the chunks lay there), ``direct`` (the kernel read pinned host memory),
+        ``staged`` (copied to the device in pieces first), a combination with ``+``; ``none`` if there was nothing to
+        do.
     event : cupy.cuda.Event or None
         On a GPU, recorded behind the last write. Sources must stay as they are until it is reached.
     """
@@ -105,7 +109,8 @@ class Splicer:
     def plan(self, chunks: Sequence[Chunk], block_tables: Any) -> SplicePlan:
         """Check a splice, and prepare it; nothing is written yet.
 
-        The token at position ``p`` is to go to slot ``p % block_size`` of block ``block_tables[group][p // block_size]``.
+        The token at position ``p`` is to go to slot ``p % block_size`` of block ``block_tables[group][p //
+        block_size]``.
 
         Parameters
         ----------
@@ -126,18 +131,20 @@ class Splicer:
         return SplicePlan(self, plan, self._cuda.prepare(plan))
 
     def run(self, plan: SplicePlan, *, stream: object = None, path: str = "auto") -> SpliceResult:
-        """Write what was planned. Bytes of other tokens are not touched. V, and K of chunks that did not move, are copied bit by bit.
+        """Write what was planned.
 
-        On a GPU the call enqueues and returns; calls from several threads and on several streams may overlap, as long as they
-        write to different blocks or are ordered by the caller.
+        Bytes of other tokens are not touched. V, and K of chunks that did not move, are copied bit by bit.
+
+        On a GPU the call enqueues and returns; calls from several threads and on several streams may overlap, as long
+        as they write to different blocks or are ordered by the caller.
 
         Parameters
         ----------
         plan : SplicePlan
             From `plan` of this splicer. It may be run again.
         stream : optional
-            CUDA stream of torch, CuPy, or a handle; the current one of the framework that the layouts' arrays belong to if
-            left out.
+            CUDA stream of torch, CuPy, or a handle; the current one of the framework that the layouts' arrays belong to
+            if left out.
         path : str
             ``auto``, or for chunks in pinned host memory ``staged`` or ``direct``.
 
@@ -166,7 +173,10 @@ class Splicer:
     def splice(
         self, chunks: Sequence[Chunk], block_tables: Any, *, stream: object = None, path: str = "auto"
     ) -> SpliceResult:
-        """Plan and run in one call. See `plan` and `run`; all checks come first, and after an error nothing was written."""
+        """Plan and run in one call.
+
+        See `plan` and `run`; all checks come first, and after an error nothing was written.
+        """
         if self._cuda is None:
             return self.run(self.plan(chunks, block_tables), stream=stream, path=path)
         _check_path(path)
