@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvsplice.cli.arguments import make_parser
-from kvsplice.cli.commands import run_demo, run_replay
+from kvsplice.cli.commands import run_demo, run_doctor, run_replay
 from kvsplice.cli.errors import CliError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_COMMANDS = {"demo": run_demo, "replay": run_replay}
+_COMMANDS = {"demo": run_demo, "doctor": run_doctor, "replay": run_replay}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0, 2 after an error that the user can mend (one line on stderr says which), 130 after an interrupt, 141 if
-        the reader of stdout went away.
+        0, 1 if `kvsplice doctor` found something broken, 2 after an error that the user can mend (one line on stderr
+        says which), 130 after an interrupt, 141 if the reader of stdout went away.
     """
     logging.basicConfig(format="kvsplice: %(message)s", level=logging.WARNING)
     try:

@@ -41,11 +41,12 @@ _chunk_size = _integer(1, 65536)
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = _Parser(prog="kvsplice", description="Finds cached KV chunks at any offset of a prompt.")
+    parser = _Parser(prog="kvsplice", description="Reuses cached KV at any offset of a prompt.")
     parser.add_argument("--version", action="version", version=f"kvsplice {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_replay(commands)
     _add_demo(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -98,6 +99,16 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     demo.add_argument("--chunk-size", type=_chunk_size, default=256, metavar="N", help="default: %(default)s")
     _add_output(demo)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="tell what this machine can do",
+        description="Tells what is installed, which kernels load, and whether splices on the CPU and on each GPU come "
+        "out right. Exits with 1 if something is broken; what is merely missing is no error.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsplice.cli.demo import DEMO_NOTE, DEMO_SHAPES, DEMO_TOKENIZER
+from kvsplice.cli.doctor import Status, examine
 from kvsplice.cli.plot import check_plot, write_plot
 from kvsplice.cli.progress import Progress
 from kvsplice.cli.replay import Replay, Settings
@@ -18,7 +20,7 @@ from kvsplice.cli.workload import Workload, check_files
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["run_demo", "run_replay"]
+__all__ = ["run_demo", "run_doctor", "run_replay"]
 
 _INTERRUPTED = 130
 
@@ -77,6 +79,20 @@ def run_demo(arguments: argparse.Namespace) -> int:
     else:
         print(textwrap.fill(DEMO_NOTE, 100))
     return 0 if all(result["complete"] for result in results.values()) else _INTERRUPTED
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Examine this machine; return the exit code."""
+    checks = []
+    for check in examine():
+        checks.append(check)
+        if not arguments.json:
+            advice = f"\n{'':28}-> {check.advice}" if check.advice else ""
+            print(f"{check.status.value:8} {check.name:18} {check.detail}{advice}", flush=True)
+    healthy = all(check.status is not Status.FAILED for check in checks)
+    if arguments.json:
+        print(json.dumps({"healthy": healthy, "checks": [dataclasses.asdict(check) for check in checks]}, indent=2))
+    return 0 if healthy else 1
 
 
 def _print(summary: dict[str, Any], as_json: bool) -> None:

@@ -47,7 +47,7 @@ class CudaOptions:
     device_blocks: int | None = None
     staged_blocks: int | None = 32
     direct_blocks: int | None = 32
-    direct_bytes: int = 1 << 19
+    direct_bytes: int = 8 << 20
 
 
 def require_cupy() -> Any:
