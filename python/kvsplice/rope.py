@@ -7,7 +7,6 @@ frequency, which undoes exactly what the engine did, whatever magnitude the tabl
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from kvsplice.arrays import Buffer, describe, host_view, to_host
 from kvsplice.dtypes import DTYPES, TABLE_DTYPES
+from kvsplice.integers import as_integer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ class RopeTables:
         If there is no table, one is not of this shape or element type, holds a value that is not finite or a row that
         cannot be inverted; or if a map names a table or a window that does not exist.
     TypeError
-        If a table is no array.
+        If a table is no array, or something is no integer.
     """
 
     def __init__(
@@ -83,12 +83,14 @@ class RopeTables:
         caches = list(cos_sin_caches)
         if not caches:
             raise ValueError("cos_sin_caches: no table is given")
-        self.head_size = operator.index(head_size)
+        self.head_size = as_integer(head_size, "head_size")
         if self.head_size < 1:
             raise ValueError(f"head_size: {head_size} is not positive")
         self.is_neox = bool(is_neox)
         self.tables = tuple(_table(cache, f"cos_sin_caches[{i}]") for i, cache in enumerate(caches))
-        self.group_to_cache = tuple(operator.index(index) for index in group_to_cache)
+        self.group_to_cache = tuple(
+            as_integer(index, f"group_to_cache[{group}]") for group, index in enumerate(group_to_cache)
+        )
         for group, index in enumerate(self.group_to_cache):
             if not -1 <= index < len(caches):
                 raise ValueError(f"group_to_cache[{group}]: there is no table {index}, only {len(caches)}")
@@ -166,9 +168,12 @@ class RopeTables:
 
 
 def _window(window: tuple[int, int], group: int) -> tuple[int, int]:
-    offset, width = (operator.index(value) for value in window)
+    argument = f"group_windows[{group}]"
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"{argument}: expected an offset and a width, not {window!r}")
+    offset, width = (as_integer(value, argument) for value in window)
     if offset < 0 or width < 2 or width % 2:
-        raise ValueError(f"group_windows[{group}]: {tuple(window)} is not an offset and an even width")
+        raise ValueError(f"{argument}: {tuple(window)} is not an offset and an even width")
     return offset, width
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+
+from kvsplice.integers import as_integer
 
 LOCATIONS = ("device", "pinned", "pageable")
 
@@ -26,7 +29,10 @@ class StagedMemory:
     Raises
     ------
     ValueError
-        If the location is none of these.
+        If the address or the size is not positive, the breaks do not ascend inside the object, or the location is none
+        of these.
+    TypeError
+        If one of the numbers is no integer.
     """
 
     pointer: int
@@ -35,6 +41,14 @@ class StagedMemory:
     location: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("pointer", "nbytes"):
+            value = as_integer(getattr(self, name), name)
+            if value < 1:
+                raise ValueError(f"{name}: {value} is not positive")
+            object.__setattr__(self, name, value)
+        ends = (0, *(as_integer(end, "breaks") for end in self.breaks), self.nbytes)
+        if any(end <= start for start, end in pairwise(ends)):
+            raise ValueError(f"breaks: {list(self.breaks)} do not ascend inside an object of {self.nbytes} bytes")
         if self.location not in {None, *LOCATIONS}:
             raise ValueError(f"location: {self.location!r} is none of {', '.join(LOCATIONS)}")
 

@@ -33,8 +33,8 @@ class CpuBackend:
         """Raise ValueError if a source is not in host memory."""
         for sources in plan.sources:
             for index, source in enumerate(sources):
-                if source.device not in {None, CPU}:
-                    raise ValueError(f"chunks[{index}].source is on {source.device}, the paged cache on cpu")
+                if source.device not in {None, CPU} or source.location == "device":
+                    raise ValueError(f"chunks[{index}].source is on a GPU, the paged cache is not")
 
     def write(self, plan: Plan) -> None:
         """Write all chunks of a plan."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvsplice.arrays import CPU, Buffer, Device, contiguous_strides, describe
 from kvsplice.dtypes import DTYPES, dtype_name
+from kvsplice.integers import as_integer
 from kvsplice.splicer import formats
 from kvsplice.splicer.formats import COMPONENTS, INDEXER, INDEXER_SCALES, INDEXER_VALUES, Format
 
@@ -192,11 +193,11 @@ class PagedLayout:
         """
         parsed = formats.parse(format)
         name = dtype_name(dtype)
-        shape = tuple(int(extent) for extent in shape)
+        shape = tuple(as_integer(extent, "shape") for extent in shape)
         steps = (
             contiguous_strides(shape, DTYPES[name].itemsize)
             if strides is None
-            else tuple(int(step) for step in strides)
+            else tuple(as_integer(step, "strides") for step in strides)
         )
         if len(steps) != len(shape):
             raise ValueError(f"strides: {len(steps)} for {len(shape)} axes")
@@ -205,11 +206,10 @@ class PagedLayout:
         where = parse_device(device)
         leaves = []
         for layer, part, pointer, label in _leaves(pointers, parsed.lists, "pointers"):
-            if not isinstance(pointer, int) or isinstance(pointer, bool):
-                raise TypeError(f"{label}: expected an address, not {type(pointer).__name__}")
-            if pointer <= 0:
-                raise ValueError(f"{label}: {pointer} is no address")
-            leaves.append((layer, part, Buffer(pointer, shape, steps, name, where, None)))
+            address = as_integer(pointer, label)
+            if address <= 0:
+                raise ValueError(f"{label}: {address} is no address")
+            leaves.append((layer, part, Buffer(address, shape, steps, name, where, None)))
         return _build(parsed, leaves, block_size, key_layers, slots_per_block)
 
     @classmethod

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvsplice.arrays import CPU, Device, describe
+from kvsplice.integers import as_integer
 from kvsplice.rope import UNROTATED, RopeTables
 from kvsplice.splicer.chunk import Chunk, StagedMemory
 from kvsplice.splicer.layout import PagedLayout
 from kvsplice.splicer.segments import Segment, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
+
+
+_MOST_POSITIONS = 1 << 31
 
 
 class Source(NamedTuple):
@@ -87,9 +90,10 @@ class Planner:
             rope.check_groups(len(layouts))
         self.layouts = tuple(layouts)
         self.rope = rope
-        self.chunk_tokens = operator.index(chunk_tokens)
+        self.chunk_tokens = as_integer(chunk_tokens, "chunk_tokens")
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens: {chunk_tokens} is not positive")
+        self._sharing = _sharing(self.layouts)
         self.segments: tuple[tuple[Segment, ...], ...] = tuple(
             cut(layout, rope, group) for group, layout in enumerate(layouts)
         )
@@ -111,6 +115,8 @@ class Planner:
 
     def read(self, chunks: Sequence[Chunk]) -> Reading:
         """The first half of `plan`: check the chunks, each by itself."""
+        if isinstance(chunks, Chunk) or not isinstance(chunks, Iterable):
+            raise TypeError(f"chunks: expected a sequence of Chunk, not {type(chunks).__name__}")
         chunks = list(chunks)
         rows = [self._positions(chunk, index) for index, chunk in enumerate(chunks)]
         return Reading(rows, self._sources(chunks))
@@ -123,10 +129,18 @@ class Planner:
         for (_, end, first), (start, _, second) in pairwise(spans):
             if start < end:
                 raise ValueError(f"chunks[{first}] and chunks[{second}] overlap at position {start}")
-        used = [
-            _used_blocks(group, layout, table, spans)
-            for group, (layout, table) in enumerate(zip(self.layouts, tables, strict=True))
-        ]
+        used, written = [], []
+        for group, (layout, table) in enumerate(zip(self.layouts, tables, strict=True)):
+            entries, blocks = _used_blocks(group, layout, table, spans)
+            used.append(entries)
+            written.append(blocks)
+        for first, second in self._sharing:
+            common = np.intersect1d(written[first], written[second], assume_unique=True)
+            if len(common):
+                raise ValueError(
+                    f"block_tables[{second}]: block {common[0]} is written through block_tables[{first}] too, and both "
+                    "groups lie in the same memory"
+                )
         old, cur, offset, count = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         return Plan(old, cur, offset, count, reading.sources, used, sum(taken for *_, taken in rows))
 
@@ -146,6 +160,8 @@ class Planner:
             raise ValueError(f"chunks[{index}].cur_start: {cur} is negative")
         if old < 0 and chunk.old_start is not None:
             raise ValueError(f"chunks[{index}].old_start: {old} is negative")
+        if max(old, cur) > _MOST_POSITIONS - tokens:
+            raise ValueError(f"chunks[{index}]: position {max(old, cur)} is not below 2**31")
         if self.max_position is not None and old != cur and max(old, cur) + count > self.max_position:
             name, start = ("cur_start", cur) if cur + count > self.max_position else ("old_start", old)
             raise ValueError(
@@ -219,8 +235,8 @@ def _integer(value: Any, index: int, name: str) -> int:
 
 def _used_blocks(
     group: int, layout: PagedLayout, table: NDArray[np.integer[Any]], spans: Sequence[tuple[int, int, int]]
-) -> NDArray[np.int32]:
-    """The table's entries up to the last that is written to; those that are not are set to 0.
+) -> tuple[NDArray[np.int32], NDArray[np.integer[Any]]]:
+    """The table's entries up to the last that is written to, others set to 0; and the blocks written, in order.
 
     ``spans`` are positions in order: start, end, chunk.
     """
@@ -238,7 +254,7 @@ def _used_blocks(
         else:
             runs.append([first, last])
     if not runs:
-        return np.empty(0, dtype=np.int32)
+        return np.empty(0, dtype=np.int32), table[:0]
     written = [table[first : last + 1] for first, last in runs]
     ordered = np.sort(np.concatenate(written))
     if ordered[0] < 0 or ordered[-1] >= layout.num_blocks:
@@ -250,19 +266,45 @@ def _used_blocks(
     used = np.zeros(runs[-1][1] + 1, dtype=np.int32)
     for (first, last), entries in zip(runs, written, strict=True):
         used[first : last + 1] = entries
-    return used
+    return used, ordered
+
+
+def _sharing(layouts: Sequence[PagedLayout]) -> list[tuple[int, int]]:
+    """Groups that lie in the same memory, as those of vLLM's hybrid models do: they share a pool of blocks.
+
+    Raises
+    ------
+    ValueError
+        If their blocks are not equally large, so that no pool can hold both.
+    """
+    pairs = []
+    for (first, one), (second, other) in combinations(enumerate(layouts), 2):
+        places = {pointer: plane.block_stride for plane in one.planes for pointer in plane.pointers}
+        for plane in other.planes:
+            if {places.get(pointer, plane.block_stride) for pointer in plane.pointers} != {plane.block_stride}:
+                raise ValueError(
+                    f"layouts[{second}] lies in the memory of layouts[{first}], but its blocks are not as large"
+                )
+        if any(pointer in places for plane in other.planes for pointer in plane.pointers):
+            pairs.append((first, second))
+    return pairs
 
 
 def _is_nested(block_tables: Any) -> bool:
     if hasattr(block_tables, "ndim"):
         return bool(block_tables.ndim == 2)
+    if not isinstance(block_tables, Sequence):
+        raise TypeError(f"block_tables: expected block numbers, not {type(block_tables).__name__}")
     return len(block_tables) > 0 and not isinstance(block_tables[0], (int, np.integer))
 
 
 def _block_table(table: Any, group: int) -> NDArray[np.integer[Any]]:
     if hasattr(table, "__cuda_array_interface__") or getattr(getattr(table, "device", None), "type", "cpu") != "cpu":
         raise ValueError(f"block_tables[{group}]: the table is on a GPU; it is checked on the host, so give it there")
-    array = np.asarray(table)
+    try:
+        array = np.asarray(table)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"block_tables[{group}]: expected block numbers: {error}") from None
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1:
