@@ -102,7 +102,7 @@ def test_no_arrays(format, caches, message):
             2,
             arrays(NB, 2, BS, NH, HS),
             {"key_layers": [True, False]},
-            "key_layers: NL_X_NB_TWO_BS_NH_HS says it itself",
+            "key_layers: NL_X_NB_TWO_BS_NH_HS says",
         ),
         (18, arrays(NB, BS, NH, HS), {"key_layers": [True]}, "key_layers: 1 entries for 2 arrays"),
         (3, arrays(NB, BS, HS), {"slots_per_block": 1}, "slots_per_block: 1 slots for 4 tokens; compressed caches"),
@@ -141,7 +141,7 @@ class TestWhatCannotBeRotated:
     def test_latents_must_say_which_elements_carry_rope(self):
         layout = PagedLayout.from_format(3, arrays(NB, BS, 12))
         tables = [np.ones((8, HS), np.float32)]
-        with pytest.raises(ValueError, match="group_windows: layouts.0. has one row of 12 elements .* say which"):
+        with pytest.raises(ValueError, match=r"group_windows: layouts\[0\] has one row of 12 elements .* say which"):
             Splicer(layout, RopeTables(tables, 1))
         with pytest.raises(ValueError, match=r"group_windows: elements 5 to 13 do not lie"):
             Splicer(layout, RopeTables(tables, 1, group_windows=[(5, HS)]))
@@ -178,7 +178,7 @@ class TestStrides:
 
     def test_unaligned_memory(self):
         base = np.zeros(NB * 2 * BS * NH * HS * 4 + 1, np.uint8)[1:].view(np.float32).reshape(NB, 2, BS, NH, HS)
-        with pytest.raises(ValueError, match="caches: address 0x\\w+ is not a multiple of the element size, 4"):
+        with pytest.raises(ValueError, match=r"caches: address 0x\w+ is not a multiple of the element size, 4"):
             PagedLayout.from_format(2, [base])
 
 
