@@ -13,15 +13,32 @@ from pathlib import Path
 
 OLDEST, NEWEST = 10, 14
 OLDEST_GLIBC_MINOR = 28
+PTX = Path(__file__).resolve().parent.parent / "python" / "kvsplice" / "ptx"
 
 USE = """
 import importlib.util
+import numpy as np
 import kvsplice
 
-assert not any(map(importlib.util.find_spec, ("torch", "tokenizers", "matplotlib"))), "not an empty environment"
+absent = ("torch", "cupy", "tokenizers", "matplotlib")
+assert not any(map(importlib.util.find_spec, absent)), "not an empty environment"
 matcher = kvsplice.Matcher(chunk_size=4)
 assert matcher.register([1, 2, 3, 4, 5, 6, 7, 8], [b"a", b"b"]) == 2
 assert list(matcher.match([9, 5, 6, 7, 8])) == [kvsplice.Match(4, 8, 1, 5, b"b")]
+
+cache = np.zeros((4, 2, 16, 2, 32), np.float32)
+angles = np.arange(64)[:, None] * 1e4 ** -(np.arange(16) / 16)
+rope = kvsplice.RopeTables([np.concatenate([np.cos(angles), np.sin(angles)], axis=1)], 32)
+splicer = kvsplice.Splicer(kvsplice.PagedLayout.vllm([cache]), rope, chunk_tokens=4)
+stored = np.ones((2, 1, 4, 64), np.float32)
+assert splicer.splice([kvsplice.Chunk(stored, 40, 18)], [[3, 1, 0, 2]]).tokens == 4
+assert (cache[1, 1, 2:6] == 1).all() and cache[1, 0, 2:6].any() and not cache[[0, 2, 3]].any()
+try:
+    kvsplice.Splicer(kvsplice.PagedLayout.vllm([cache]), rope, chunk_tokens=4, backend="cuda")
+except (RuntimeError, ValueError) as error:
+    assert "CUDA" in str(error), error
+else:
+    raise AssertionError("CUDA without CuPy")
 """
 
 
@@ -34,6 +51,9 @@ def check_names(wheel: Path) -> None:
     for wanted in ("licenses/LICENSE", "kvsplice/py.typed", "kvsplice/_core.pyi", "kvsplice/data/demo/LICENSE.python"):
         if not any(name.endswith(wanted) for name in names):
             sys.exit(f"{wheel.name} has no {wanted}")
+    kernels = {path.name for path in PTX.iterdir()}
+    if missing := kernels - {Path(name).name for name in names if name.startswith("kvsplice/ptx/")}:
+        sys.exit(f"{wheel.name} has no {', '.join(sorted(missing))}")
 
 
 def python_at(candidate: str) -> str | None:
@@ -67,6 +87,7 @@ def check_use(wheel: Path, python: str) -> None:
         for command in (
             [binaries / "python", "-m", "pip", "install", "--quiet", "--only-binary=:all:", str(wheel)],
             [binaries / "kvsplice", "--version"],
+            [binaries / "kvsplice", "doctor"],
             [binaries / "python", "-c", USE],
         ):
             subprocess.run(command, check=True, env=environment, cwd=folder)

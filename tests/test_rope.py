@@ -173,7 +173,7 @@ class TestScalings:
             ({"type": "su"}, "'su' cannot be spliced: it switches"),
             ({"type": "mrope", "mrope_section": [1, 1, 2]}, "'mrope' cannot be spliced: a token has three positions"),
             ({"rope_type": "default", "mrope_section": [1, 1, 2]}, "'mrope' cannot be spliced"),
-            ({"rope_type": "spiral"}, "'spiral' is unknown; one of default, linear, llama3, yarn"),
+            ({"rope_type": "spiral"}, "'spiral' is unknown; one of default, linear, llama3, yarn, proportional"),
             ({"rope_type": "linear"}, "factor is missing"),
             ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor is missing"),
         ],

@@ -35,7 +35,8 @@ def cos_sin_cache(
 ) -> NDArray[Any]:
     """The table of cosines and sines of a model.
 
-    Knows ``default``, ``linear``, ``llama3`` and ``yarn``, with partial rotary and MLA's ``qk_rope_head_dim``.
+    Knows ``default``, ``linear``, ``llama3``, ``yarn`` and ``proportional``, with partial rotary and MLA's
+    ``qk_rope_head_dim``.
     Frequencies and magnitudes are those of the papers (RoPE: arXiv 2104.09864; YaRN: arXiv 2309.00071) and of Llama
     3.1's release; angles are computed in float32 as engines do. An engine's own table is always the better source.
 
@@ -70,7 +71,7 @@ def cos_sin_cache(
         kind = "mrope"
     if kind in _REFUSED:
         raise ValueError(f"config: rope type {kind!r} cannot be spliced: {_REFUSED[kind]}")
-    width = _rotated_width(values, rope)
+    width = _rotated_width(values, rope, kind)
     base = float(_need(rope, "rope_theta"))
     frequencies = np.float32(1) / (np.float32(base) ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width)))
     magnitude = 1.0
@@ -80,8 +81,12 @@ def cos_sin_cache(
         frequencies = _llama3(frequencies, rope, values)
     elif kind == "yarn":
         frequencies, magnitude = _yarn(frequencies, rope, values, width, base)
+    elif kind == "proportional":
+        # Gemma 4's: the width is the whole head's, but only the first frequencies turn.
+        turning = int(rope.get("partial_rotary_factor", 1.0) * width // 2)
+        frequencies = np.where(np.arange(width // 2) < turning, frequencies / np.float32(rope.get("factor", 1)), 0)
     elif kind != "default":
-        raise ValueError(f"config: rope type {kind!r} is unknown; one of default, linear, llama3, yarn")
+        raise ValueError(f"config: rope type {kind!r} is unknown; one of default, linear, llama3, yarn, proportional")
     name = dtype_name(dtype)
     if name not in TABLE_DTYPES:
         raise ValueError(f"dtype: {name} is none of {', '.join(TABLE_DTYPES)}")
@@ -121,11 +126,11 @@ def _need(values: Mapping[str, Any], key: str) -> Any:
     return values[key]
 
 
-def _rotated_width(values: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
+def _rotated_width(values: Mapping[str, Any], rope: Mapping[str, Any], kind: str) -> int:
     if values.get("qk_rope_head_dim"):
         return int(values["qk_rope_head_dim"])
     head = values.get("head_dim") or _need(values, "hidden_size") // _need(values, "num_attention_heads")
-    width = int(head * rope.get("partial_rotary_factor", 1.0))
+    width = int(head if kind == "proportional" else head * rope.get("partial_rotary_factor", 1.0))
     if width < 2 or width % 2:
         raise ValueError(f"config: {width} rotated elements per head are not an even number")
     return width
