@@ -1,16 +1,17 @@
-"""The README's example does what it says."""
+"""The examples in the documentation do what they say."""
 
 import re
 from pathlib import Path
 
-import kvsplice
+import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 
 
-def test_the_example_prints_what_it_says(capsys):
-    [example] = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    said = re.findall(r"# (Match\(.*\))", example)
-    exec(compile(example, str(README), "exec"), {"kvsplice": kvsplice})
+@pytest.mark.parametrize("document", ["README.md", "docs/splicer.md"])
+def test_the_example_prints_what_it_says(document, capsys):
+    [example] = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
+    said = re.findall(r"^ *print\(.*\)  # (\w+\(.*\))$", example, re.MULTILINE)
+    exec(compile(example, document, "exec"), {})
     assert capsys.readouterr().out.splitlines() == said
     assert len(said) == 1
