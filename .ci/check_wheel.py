@@ -27,7 +27,7 @@ assert matcher.register([1, 2, 3, 4, 5, 6, 7, 8], [b"a", b"b"]) == 2
 assert list(matcher.match([9, 5, 6, 7, 8])) == [kvsplice.Match(4, 8, 1, 5, b"b")]
 
 cache = np.zeros((4, 2, 16, 2, 32), np.float32)
-angles = np.arange(64)[:, None] * 1e4 ** -(np.arange(16) / 16)
+angles = (np.arange(64)[:, None] * 1e4 ** -(np.arange(16) / 16)).astype(np.float32)
 rope = kvsplice.RopeTables([np.concatenate([np.cos(angles), np.sin(angles)], axis=1)], 32)
 splicer = kvsplice.Splicer(kvsplice.PagedLayout.vllm([cache]), rope, chunk_tokens=4)
 stored = np.ones((2, 1, 4, 64), np.float32)

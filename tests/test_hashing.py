@@ -1,12 +1,15 @@
 """`kvsplice.hashing` against the definition, in Python integers."""
 
+import struct
+
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsplice import _core
-from kvsplice.hashing import chunk_fingerprints, rolling_fingerprints
+from kvsplice.hashing import chained_chunk_hashes, chunk_fingerprints, rolling_fingerprints
 
 BLOCK = 2048
 """Offsets that the core computes at a time."""
@@ -113,3 +116,24 @@ def test_base_of_a_seed_is_odd_and_its_own(seed):
     assert base % 2 == 1
     assert base == _core.base_for_seed(seed)
     assert base != _core.base_for_seed(seed ^ 1)
+
+
+def chained(tokens, chunk_size, parent):
+    """The definition, with another BLAKE3."""
+    hashes = []
+    for start in range(0, len(tokens) - chunk_size + 1, chunk_size):
+        chunk = tokens[start : start + chunk_size]
+        parent = blake3(parent + struct.pack(f">{chunk_size}I", *chunk)).digest()
+        hashes.append(parent)
+    return hashes
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=100), st.integers(1, 40), st.binary(max_size=64) | st.none())
+def test_chained_hashes_are_those_of_the_definition(tokens, chunk_size, parent):
+    root = blake3(bytes(12)).digest() if parent is None else parent
+    assert chained_chunk_hashes(tokens, chunk_size, parent) == chained(tokens, chunk_size, root)
+
+
+def test_a_parent_must_be_bytes():
+    with pytest.raises(TypeError, match="parent must be bytes"):
+        chained_chunk_hashes([1, 2], 2, "root")

@@ -1,4 +1,4 @@
-"""Chunk fingerprints: a polynomial in the tokens modulo 2**64.
+"""Chunk fingerprints: a polynomial in the tokens modulo 2**64; and chained chunk hashes, which are storage keys.
 
 The fingerprint of tokens ``t[0..n)`` under an odd ``base`` is ``sum(t[i] * base**(n - 1 - i)) mod 2**64``, which is
 also what LMCache's blend matcher computes. Equal texts have equal fingerprints; the reverse does not hold, and for a
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["chunk_fingerprints", "rolling_fingerprints"]
+__all__ = ["chained_chunk_hashes", "chunk_fingerprints", "rolling_fingerprints"]
 
 
 def rolling_fingerprints(tokens: Any, chunk_size: int, base: int) -> NDArray[np.uint64]:
@@ -45,3 +45,24 @@ def chunk_fingerprints(tokens: Any, chunk_size: int, base: int) -> NDArray[np.ui
     The parameters are those of `rolling_fingerprints`.
     """
     return _core.chunk_fingerprints(tokens, chunk_size, base)
+
+
+def chained_chunk_hashes(tokens: Any, chunk_size: int, parent: bytes | None = None) -> list[bytes]:
+    """Return the chained hash of each full chunk: it depends on the chunk's tokens and on all that came before.
+
+    It is BLAKE3 of the parent's hash followed by the chunk's tokens as big-endian 32-bit integers, which is also what
+    LMCache's ``TokenHasher`` computes with its algorithm ``blake3``.
+
+    Parameters
+    ----------
+    tokens, chunk_size
+        As in `rolling_fingerprints`.
+    parent : bytes, optional
+        Hash of the chunk before the first one; left out, the tokens begin a prompt.
+
+    Returns
+    -------
+    list of bytes
+        ``n // chunk_size`` hashes of 32 bytes.
+    """
+    return _core.chain(tokens, chunk_size, parent)

@@ -3,9 +3,9 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmcache.v1.multiprocess.token_hasher import chunk_hash_windows_numba, rolling_hash_windows_numba
+from lmcache.v1.multiprocess.token_hasher import TokenHasher, chunk_hash_windows_numba, rolling_hash_windows_numba
 
-from kvsplice.hashing import chunk_fingerprints, rolling_fingerprints
+from kvsplice.hashing import chained_chunk_hashes, chunk_fingerprints, rolling_fingerprints
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 BASES = st.integers(0, 2**63 - 1).map(lambda n: 2 * n + 1)
@@ -34,3 +34,12 @@ def test_equal_to_numba_over_many_blocks():
         assert np.array_equal(rolling_fingerprints(tokens, chunk_size, base), rolling)
         chunks = chunk_hash_windows_numba(wide, chunk_size, np.uint64(base))
         assert np.array_equal(chunk_fingerprints(tokens, chunk_size, base), chunks)
+
+
+@settings(deadline=None)
+@given(tokens=TOKENS, chunk_size=st.integers(1, 40))
+def test_chained_hashes_are_the_servers(tokens, chunk_size):
+    theirs = TokenHasher(chunk_size, "blake3").compute_chunk_hashes(tokens)
+    assert chained_chunk_hashes(tokens, chunk_size) == theirs
+    if theirs:
+        assert chained_chunk_hashes(tokens[chunk_size:], chunk_size, theirs[0]) == theirs[1:]

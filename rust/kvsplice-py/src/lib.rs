@@ -226,6 +226,22 @@ fn chunk_fingerprints<'py>(
     Ok(PyArray1::from_vec(py, py.detach(|| roller.chunks(tokens))))
 }
 
+#[pyfunction]
+fn chain<'py>(
+    py: Python<'py>,
+    tokens: &Bound<'py, PyAny>,
+    chunk_size: &Bound<'py, PyAny>,
+    parent: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    let chunk_size = number("chunk_size", chunk_size, 1, MAX_CHUNK_SIZE)?;
+    let parent = parent.map(|parent| bytes("parent", parent)).transpose()?;
+    let tokens = Tokens::from_python(tokens)?;
+    let tokens = tokens.as_slice()?;
+    let root = kvsplice::chain::root();
+    let hashes = py.detach(|| kvsplice::chain::chunk_hashes(tokens, chunk_size, parent.as_deref().unwrap_or(&root)));
+    Ok(hashes.iter().map(|hash| PyBytes::new(py, hash)).collect())
+}
+
 /// The instruction set that fingerprints are computed with here.
 #[pyfunction]
 fn simd() -> &'static str {
@@ -235,7 +251,7 @@ fn simd() -> &'static str {
 #[pymodule(gil_used = false)]
 mod _core {
     #[pymodule_export]
-    use super::{Index, chunk_fingerprints, coverage, non_overlapping, rolling_fingerprints, simd};
+    use super::{Index, chain, chunk_fingerprints, coverage, non_overlapping, rolling_fingerprints, simd};
 
     use pyo3::prelude::*;
 

@@ -45,6 +45,7 @@
 //! until it is dropped.
 
 mod arena;
+pub mod chain;
 mod config;
 mod contents;
 mod epoch;
