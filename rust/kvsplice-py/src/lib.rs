@@ -226,6 +226,15 @@ fn chunk_fingerprints<'py>(
     Ok(PyArray1::from_vec(py, py.detach(|| roller.chunks(tokens))))
 }
 
+/// Tokens in any form, as an array that later calls read in place.
+#[pyfunction]
+fn token_array<'py>(py: Python<'py>, tokens: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<u32>>> {
+    Ok(match Tokens::from_python(tokens)? {
+        Tokens::Owned(tokens) => PyArray1::from_vec(py, tokens),
+        borrowed => PyArray1::from_slice(py, borrowed.as_slice()?),
+    })
+}
+
 #[pyfunction]
 fn chain<'py>(
     py: Python<'py>,
@@ -251,7 +260,7 @@ fn simd() -> &'static str {
 #[pymodule(gil_used = false)]
 mod _core {
     #[pymodule_export]
-    use super::{Index, chain, chunk_fingerprints, coverage, non_overlapping, rolling_fingerprints, simd};
+    use super::{Index, chain, chunk_fingerprints, coverage, non_overlapping, rolling_fingerprints, simd, token_array};
 
     use pyo3::prelude::*;
 
