@@ -195,5 +195,5 @@ def _checksum(flat: Sequence[NDArray[np.uint8]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for content in flat:
         digest.update(content.size.to_bytes(8, "little"))
-        digest.update(content)
+        digest.update(content.data)
     return digest.hexdigest()
