@@ -11,11 +11,13 @@ __all__ = [
     "Index",
     "__version__",
     "base_for_seed",
+    "chain",
     "chunk_fingerprints",
     "coverage",
     "non_overlapping",
     "rolling_fingerprints",
     "simd",
+    "token_array",
 ]
 
 __version__: str
