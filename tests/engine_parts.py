@@ -18,17 +18,21 @@ class Planted(Exception):
     """An error that a test asked for."""
 
 
-@dataclass
+@dataclass(eq=False)
 class ScriptedTicket:
     keys: list
     policy: Policy
     locks: int
     wait: int
     loading: int = 0
+    answer: Fetched | None = None
 
 
 class ScriptedStore:
-    """Objects in a dict. A ticket answers after as many ticks as `latency` said when it was submitted."""
+    """Objects in a dict. A ticket answers after as many ticks as `latency` said when it was submitted.
+
+    Its locks are taken when it is loaded, whether somebody polls it then or not.
+    """
 
     def __init__(self):
         self.objects = {}
@@ -56,15 +60,19 @@ class ScriptedStore:
         ticket.loading = self.latency and len(keys)
         self.tickets.append(ticket)
         self.submitted.append((policy, list(keys), locks))
+        if ticket.wait <= 0:
+            self._load(ticket)
         return ticket
 
     def poll(self, ticket):
         self._maybe_raise("poll")
         if ticket not in self.tickets:
             self.wrong.append("a ticket was polled after its answer")
-        if ticket.wait > 0:
-            return None
-        self.tickets.remove(ticket)
+        if ticket.answer is not None:
+            self.tickets.remove(ticket)
+        return ticket.answer
+
+    def _load(self, ticket):
         present = np.array([key in self.objects for key in ticket.keys], bool)
         loaded = present & np.array([key not in self.hidden for key in ticket.keys], bool)
         if ticket.policy is Policy.PREFIX and not loaded.all():
@@ -72,7 +80,7 @@ class ScriptedStore:
         for key, each in zip(ticket.keys, loaded.tolist(), strict=True):
             if each:
                 self.locks[key] += ticket.locks
-        return Fetched(loaded, present)
+        ticket.answer = Fetched(loaded, present)
 
     def read(self, keys):
         self._maybe_raise("read")
@@ -95,6 +103,8 @@ class ScriptedStore:
     def tick(self):
         for ticket in self.tickets:
             ticket.wait -= 1
+            if ticket.wait <= 0 and ticket.answer is None:
+                self._load(ticket)
 
     def evict(self, key):
         """As a store does it: not while somebody reads."""

@@ -202,6 +202,8 @@ class Engine(RuleBasedStateMachine):
     def the_store_was_used_rightly(self):
         if hasattr(self, "bench"):
             assert self.bench.store.wrong == []
+            # The index can be checked only while nobody writes to it.
+            self.bench.engine._registrar.drain()
             assert self.bench.matcher._index.check() is None
 
     def teardown(self):

@@ -362,7 +362,7 @@ class BlendEngine:
             job.locks.forget(prefix, job.readers)
         something = len(job.locks) > 0
         callers = job.readers * request.world_size
-        opened = OpenRequest(job.locks, job.keys_of, callers, self.options.clock(), open=True)
+        opened = OpenRequest(request.scope, job.locks, job.keys_of, callers, self.options.clock(), open=True)
         with self._mutex:
             current = self._jobs.get(request.request_id) is job
             if current:
@@ -428,13 +428,19 @@ class BlendEngine:
         return outcome
 
     def _opened(self, request: Request) -> OpenRequest:
+        other = None
         with self._mutex:
             opened = self._requests.get(request.request_id)
+            if opened is not None and opened.scope != request.scope:
+                # Two requests under one id: what one looked up must not reach the other.
+                opened, other = None, opened
             if opened is None:
-                opened = OpenRequest(Locks(self.store_port), {}, 0, self.options.clock(), open=False)
+                opened = OpenRequest(request.scope, Locks(self.store_port), {}, 0, self.options.clock(), open=False)
                 self._requests[request.request_id] = opened
             opened.touched = self.options.clock()
-            return opened
+        if other is not None:
+            self._release(request.request_id, other)
+        return opened
 
     def _count(self, request_id: str, opened: OpenRequest, instance_id: int) -> None:
         """End the request's span behind the last instance's retrieve."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from itertools import groupby
@@ -98,10 +99,14 @@ class Registrar:
         self.drain()
 
     def _work(self) -> None:
+        due = time.monotonic() + self._interval_s
         while not self._stopping:
-            self._wake.wait(self._interval_s)
+            self._wake.wait(max(due - time.monotonic(), 0.0))
             self._wake.clear()
             self.drain()
+            if time.monotonic() < due:
+                continue
+            due = time.monotonic() + self._interval_s
             try:
                 self._tick()
             except Exception:

@@ -26,6 +26,8 @@ class OpenRequest:
 
     Attributes
     ----------
+    scope : bytes
+        `Request.scope` of the lookup: a chunk's keys serve no other.
     locks : Locks
         Read locks that its retrieves have not used yet.
     keys_of : dict of bytes to sequence of Key
@@ -44,6 +46,7 @@ class OpenRequest:
         Whether the request's span is open.
     """
 
+    scope: bytes
     locks: Locks
     keys_of: dict[bytes, Sequence[Key]]
     callers: int
