@@ -326,7 +326,7 @@ _WIRES: dict[str, type[_Directory | _Blend]] = {"directory": _Directory, "blend"
 
 
 def _packed(tokens: Any) -> str:
-    return base64.b64encode(np.ascontiguousarray(_core.token_array(tokens), "<u4")).decode("ascii")
+    return base64.b64encode(np.asarray(_core.token_array(tokens), "<u4").tobytes()).decode("ascii")
 
 
 def _matches(body: Any, name: str) -> list[FleetMatch]:
