@@ -257,7 +257,6 @@ class Bench:
     fleet: ScriptedFleet | None = None
     segmented: bool = False
     blocks: int = 512
-    shared: bool = False
     instances: int = 1
     options: dict = field(default_factory=dict)
 

@@ -228,6 +228,17 @@ def test_ranges_beyond_the_bounds_push_out_the_oldest():
         assert directory.stats().lost == 2
 
 
+def test_each_range_is_told_or_counted_as_lost_whenever_it_is_closed():
+    with server() as (url, _):
+        for n in range(40):
+            directory = HttpFleetDirectory(url, 4, wire="blend")
+            if n % 2:
+                directory.publish(REQUEST, [0] * 4, [HASH], 0)
+            directory.publish(REQUEST, [0] * 4, [HASH], 4)
+            directory.close()
+            assert directory.stats().told + directory.stats().lost == 1 + n % 2
+
+
 def test_what_another_reports_is_not_told():
     with server() as (url, script):
         directory = HttpFleetDirectory(url, 4, report=False)

@@ -81,7 +81,8 @@ class _Silence:
 class BlendEngine:
     """Stores KV, finds what a prompt can reuse of it at any offset, and writes that into the prompt's paged cache.
 
-    Every method returns at once; a lookup is called again until it answers. All may be called by several threads.
+    A lookup returns at once, and is called again until it answers; a store takes as long as its `Transfer`, and `close`
+    waits for what is under way. All may be called by several threads.
 
     Parameters
     ----------

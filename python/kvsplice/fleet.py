@@ -192,6 +192,8 @@ class HttpFleetDirectory:
         while True:
             self._wake.wait()
             self._wake.clear()
+            # Asked before the queue is emptied: nothing is queued any more once it holds.
+            stopping = self._stopping
             while stored := self._next():
                 try:
                     path, body = self._wire.news(stored)
@@ -201,7 +203,7 @@ class HttpFleetDirectory:
                     logger.warning("the fleet directory did not take %d chunks: %r", len(stored.chunk_hashes), error)
                 else:
                     self._count("told")
-            if self._stopping:
+            if stopping:
                 return
 
     def _next(self) -> _Range | None:
@@ -229,7 +231,7 @@ class HttpFleetDirectory:
             return FleetStats(**self._counts | {"waiting": len(self._ranges)})
 
     def close(self) -> None:
-        """Send what is waiting for as long as a lookup would wait, and stop. Safe to call twice."""
+        """Send what is waiting, begun within ``budget_s``; let what is under way end, and stop. Safe to call twice."""
         with self._mutex:
             if self._stopping:
                 return
@@ -273,7 +275,7 @@ class _Directory:
                     "chunk_hash_hex": chunk_hash.hex(),
                     "model_name": request.model_name,
                     # World size, rank, world size on the host, rank there: a byte each.
-                    "kv_rank": request.world_size << 24 | min(request.world_size, 255) << 8,
+                    "kv_rank": request.world_size << 24 | request.world_size << 8,
                     "cache_salt": request.cache_salt,
                 },
                 "token_ids": tokens[index * size : (index + 1) * size],

@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 Span = tuple[Match, ...]
 
+_POSITIONS = 1 << 31
+"""No text is longer: what the fleet claims beyond is not true."""
+
 
 @dataclass(frozen=True)
 class LookupResult:
@@ -307,7 +310,7 @@ class LookupJob:
         self._matches = [
             Match(hit.old_start, hit.old_start + size, hit.cur_start, hit.cur_start + size, hit.chunk_hash)
             for hit in sorted(found, key=lambda hit: hit.cur_start)
-            if hit.old_start >= 0 and 0 <= hit.cur_start <= last
+            if 0 <= hit.old_start < _POSITIONS and 0 <= hit.cur_start <= last
         ]
         self._end(events.FLEET_MATCH_END, matches=len(self._matches), timed_out=False)
         return True

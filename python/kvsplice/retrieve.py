@@ -102,14 +102,14 @@ class Retriever:
         tables = self._tables(context, block_ids)
         ordered = sorted(matches, key=lambda match: match.cur_start)
         if not ordered:
-            self._release_rank(request, opened, opened.keys_of)
+            self._release_rank(request, opened)
             return Retrieval(True, event, Reason.EMPTY)
         slots = min(len(table) * layout.block_size for table, layout in zip(tables, context.layouts, strict=True))
         fitting = sum(match.cur_end <= slots for match in ordered)
         if not fitting:
             return Retrieval(False, event, Reason.DEFERRED)
         if fitting < len(ordered):
-            self._release_rank(request, opened, opened.keys_of)
+            self._release_rank(request, opened)
             return Retrieval(False, event, Reason.PARTIAL)
         applied = opened.applied[target.instance_id]
         destinations = {match: _blocks(match, tables, context) for match in ordered}
@@ -184,7 +184,7 @@ class Retriever:
 
         # What was enqueued before a failure may still read the objects.
         _after(context, settle)
-        self._release_rank(request, opened, opened.keys_of)
+        self._release_rank(request, opened)
         if result is None or not success:
             return Retrieval(False, event, reason)
         return Retrieval(True, outcome, reason, result.tokens, result.nbytes, result.path)
@@ -217,9 +217,9 @@ class Retriever:
         locks.hold(loaded_keys(keys, fetched))
         return bool(fetched.loaded.all())
 
-    def _release_rank(self, request: Request, opened: OpenRequest, keys_of: dict[bytes, Sequence[Key]]) -> None:
+    def _release_rank(self, request: Request, opened: OpenRequest) -> None:
         """Drop the rank's locks on chunks that were looked up and not asked for."""
-        own = dict.fromkeys(_own(ranks, request) for ranks in keys_of.values())
+        own = dict.fromkeys(_own(ranks, request) for ranks in opened.keys_of.values())
         opened.locks.take(own).release_all()
 
     def _publish(self, request: Request, name: str, **fields: Any) -> None:
