@@ -10,7 +10,7 @@ import numpy as np
 from kvsplice.embedded import EmbeddedContext, EmbeddedContexts, EmbeddedSessions, Hasher, ObjectKey, PagedCache
 from kvsplice.engine import BlendEngine, EngineOptions
 from kvsplice.matcher import Matcher
-from kvsplice.ports import Fetched, FleetMatch, Policy, Stored
+from kvsplice.ports import Fetched, FleetMatch, Policy, Request, Stored
 from kvsplice.splicer.gather import gather
 
 
@@ -339,3 +339,46 @@ NOTHING_LEFT = {
     "orphans": 0,
     "pending": 0,
 }
+
+
+def ask(bench, tokens, request_id="r", salt="", **rest):
+    return Request(request_id, [*tokens], "m", rest.pop("world_size", bench.world_size), salt, **rest)
+
+
+def store(bench, tokens, salt="", seed=0, request_id="s", ranks=None):
+    """Fill each rank's cache with KV of its own, and store it."""
+    rng = np.random.default_rng(seed)
+    for rank in range(bench.world_size) if ranks is None else ranks:
+        cache = bench.caches[rank]
+        blocks = cache.allocator.allocate(-(-len(tokens) // BLOCK))
+        for array in cache.arrays:
+            array[blocks] = rng.normal(size=array[blocks].shape)
+        request = ask(bench, tokens, request_id, salt, worker_id=rank, end=len(tokens) // CHUNK * CHUNK)
+        bench.engine.store(request, rank, [blocks])
+        cache.allocator.free(blocks)
+
+
+def look_up(bench, request, tp_size=1, polls=20):
+    for _ in range(polls):
+        result = bench.engine.lookup(request, tp_size)
+        if result is not None:
+            return result
+        bench.store.tick()
+    raise AssertionError("the lookup did not end")
+
+
+def retrieve(bench, request, matches, instance=0, blocks=None):
+    if blocks is None:
+        blocks = bench.caches[instance].allocator.allocate(-(-len(request.tokens) // BLOCK))
+    return bench.engine.retrieve(request, matches, [blocks], instance), blocks
+
+
+def assert_spliced(bench, matches, request, instance, blocks, rank=0):
+    keys, values = (bench.slots(instance, blocks, part) for part in (0, 1))
+    for match in matches:
+        [stored] = bench.store.objects[ObjectKey(request.scope, match.chunk_hash, rank)]
+        at = slice(match.cur_start, match.cur_end)
+        for layer in range(2):
+            expected = rotated(stored[0, layer].reshape(CHUNK, 1, SIZE), match.old_start, match.cur_start, bench.table)
+            np.testing.assert_allclose(keys[layer, at], expected, atol=1e-5)
+            assert np.array_equal(values[layer, at].reshape(CHUNK, -1), stored[1, layer])
