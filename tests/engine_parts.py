@@ -9,6 +9,7 @@ import numpy as np
 
 from kvsplice.embedded import EmbeddedContext, EmbeddedContexts, EmbeddedSessions, Hasher, ObjectKey, PagedCache
 from kvsplice.engine import BlendEngine, EngineOptions
+from kvsplice.fleet import FleetStats
 from kvsplice.matcher import Matcher
 from kvsplice.ports import Fetched, FleetMatch, Policy, Request, Stored
 from kvsplice.splicer.gather import gather
@@ -184,6 +185,9 @@ class ScriptedFleet:
 
     def publish(self, request, tokens, chunk_hashes, start):
         self.published.append((request, list(tokens), list(chunk_hashes), start))
+
+    def stats(self):
+        return FleetStats(len(self.asked), 0, len(self.answers), 0, len(self.published), 0, 0)
 
     def close(self):
         self.closed += 1

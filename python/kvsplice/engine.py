@@ -504,7 +504,7 @@ class BlendEngine:
             "read_locks": sum(len(opened.locks) for opened in requests),
             "abandoned_prefetches": len(self._orphans),
             "pending_registrations": len(self._registrar),
-            "fleet": self._fleet is not None,
+            "fleet": None if self._fleet is None else self._fleet.stats()._asdict(),
             "matcher": self.matcher.stats()._asdict(),
         }
 

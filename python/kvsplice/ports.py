@@ -290,6 +290,10 @@ class FleetDirectory(Protocol):
         """Tell it what was stored: chunks of these tokens, the first at position ``start``."""
         ...
 
+    def stats(self) -> Any:
+        """Counters since it was made, as a NamedTuple of integers."""
+        ...
+
     def close(self) -> None:
         """Stop. Safe to call twice."""
         ...

@@ -94,6 +94,10 @@ class EmbeddedEngine(BlendEngine):
             raise
         return context
 
+    def report_status(self) -> dict[str, Any]:
+        """See `BlendEngine.report_status`; ``memory`` is `MemoryStore.stats`."""
+        return super().report_status() | {"memory": self.memory.stats()}
+
     def close(self) -> None:
         """See `BlendEngine.close`; finishes what is being written to the disk, too."""
         super().close()
