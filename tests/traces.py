@@ -48,11 +48,12 @@ class Prediction:
     entries: int
 
 
-def predict(trace: list[dict], preambles: list[int], chunk: int) -> Prediction:
+def predict(trace: list[dict], preambles: list[int], chunk: int, *, index_first: bool = True) -> Prediction:
     """Count reuse by brute force over (hash id, offset in its block) and unique preamble symbols, never over tokens.
 
     A chunk counts as prefix if it and all before it were a request's beginning before. From there on the walk takes
-    each window that is a chunk of an earlier request, at any offset, and goes on behind it.
+    each window that is a chunk of an earlier request, at any offset, and goes on behind it. An engine does not index a
+    request's first chunk (`index_first`): it is found as a prefix.
     """
     stored: set[bytes] = set()
     chains: dict[tuple[int, bytes], int] = {}
@@ -80,7 +81,7 @@ def predict(trace: list[dict], preambles: list[int], chunk: int) -> Prediction:
                 at += 8
         result.other.append(other)
 
-        stored.update(chunks)
+        stored.update(chunks[0 if index_first else 1 :])
         parent = 0
         for window in chunks:
             parent = chains.setdefault((parent, window), len(chains) + 1)

@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0, 1 if `kvsplice doctor` found something broken, 2 after an error that the user can mend (one line on stderr
-        says which), 130 after an interrupt, 141 if the reader of stdout went away.
+        0, 1 if `kvsplice doctor` or a replay with an engine found something broken, 2 after an error that the user can
+        mend (one line on stderr says which), 130 after an interrupt, 141 if the reader of stdout went away.
     """
     logging.basicConfig(format="kvsplice: %(message)s", level=logging.WARNING)
     try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvsplice import __version__
+from kvsplice.cli.engine_replay import EngineSettings
 from kvsplice.cli.errors import CliError
 from kvsplice.cli.formats import FORMATS
+from kvsplice.cli.synthetic import MODEL_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +36,18 @@ def _integer(minimum: int, maximum: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _even(minimum: int, maximum: int) -> Callable[[str], int]:
+    parse = _integer(minimum, maximum)
+
+    def parse_even(text: str) -> int:
+        value = parse(text)
+        if value % 2:
+            raise argparse.ArgumentTypeError(f"{value} is odd")
+        return value
+
+    return parse_even
 
 
 _chunk_size = _integer(1, 65536)
@@ -89,6 +103,31 @@ def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--skip-bad", action="store_true", help="pass over unusable lines and count them")
     add("--plot", metavar="FILE.png", help="draw reuse and latency over the run")
     _add_output(replay)
+    _add_engine(replay)
+
+
+def _add_engine(replay: argparse.ArgumentParser) -> None:
+    """Options of an engine; the defaults are `EngineSettings`', so that one that was given can be told."""
+    group = replay.add_argument_group(
+        "with an engine", "store KV of a synthetic model, look it up, splice it into a paged cache, check every byte"
+    )
+    group.add_argument("--engine", action="store_true", help="run the whole pipeline, not the matcher alone")
+
+    def add(name: str, default: object, text: str, **rest: Any) -> None:
+        group.add_argument(name, help=f"{text} (default: {default})", **rest)
+
+    of = EngineSettings()
+    add("--device", of.device, "where the paged cache is; cuda needs CuPy", choices=("cpu", "cuda"))
+    add("--layers", of.layers, "of the model", type=_integer(1, 512), metavar="N")
+    add("--heads", of.heads, "KV heads of the model", type=_integer(1, 512), metavar="N")
+    add("--head-size", of.head_size, "elements per head, even", type=_even(2, 512), metavar="N")
+    add("--dtype", of.dtype, "of the KV", choices=MODEL_DTYPES)
+    add("--cache-tokens", of.cache_tokens, "the longest prompt", type=_integer(1, 1 << 24), metavar="N")
+    add("--memory-bytes", of.memory_bytes, "host memory for stored KV", type=_integer(0, 1 << 50), metavar="N")
+    add("--disk", "none", "a folder for stored KV, behind the memory", metavar="FOLDER")
+    group.add_argument(
+        "--segmented-prefix", action="store_true", default=None, help="keep a prompt's own chunks behind a missing one"
+    )
 
 
 def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvsplice.cli.demo import DEMO_NOTE, DEMO_SHAPES, DEMO_TOKENIZER
 from kvsplice.cli.doctor import Status, examine
+from kvsplice.cli.engine_replay import EngineReplay, EngineSettings
+from kvsplice.cli.engine_report import render_engine, summarize_engine
+from kvsplice.cli.errors import CliError
 from kvsplice.cli.plot import check_plot, write_plot
 from kvsplice.cli.progress import Progress
 from kvsplice.cli.replay import Replay, Settings
@@ -19,6 +22,7 @@ from kvsplice.cli.workload import Workload, check_files
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
 __all__ = ["run_demo", "run_doctor", "run_replay"]
 
@@ -28,6 +32,8 @@ _INTERRUPTED = 130
 def run_replay(arguments: argparse.Namespace) -> int:
     """Replay files; return the exit code."""
     check_files(arguments.files)
+    given = {name: getattr(arguments, name) for name in EngineSettings._fields if getattr(arguments, name) is not None}
+    _check_engine_options(arguments, given)
     if arguments.plot is not None:
         check_plot(arguments.plot)
     tokenizer = None if arguments.tokenizer is None else TextTokenizer(arguments.tokenizer)
@@ -40,7 +46,6 @@ def run_replay(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         limit=arguments.limit,
     )
-    replay = Replay(settings)
     with Progress(arguments.files, arguments.limit, not arguments.no_progress) as progress:
         workload = Workload(
             arguments.files,
@@ -50,12 +55,40 @@ def run_replay(arguments: argparse.Namespace) -> int:
             arguments.skip_bad,
             progress.at_byte,
         )
+        if arguments.engine:
+            return _replay_engine(EngineReplay(settings, EngineSettings(**given)), workload, progress, arguments.json)
+        replay = Replay(settings)
         replay.run(workload, progress.request_done)
-    summary = summarize(replay, workload)
-    _print(summary, arguments.json)
+    _print(summarize(replay, workload), arguments.json)
     if arguments.plot is not None:
         write_plot(arguments.plot, replay.columns(), ", ".join(Path(file).name for file in arguments.files))
     return 0 if replay.complete else _INTERRUPTED
+
+
+def _check_engine_options(arguments: argparse.Namespace, given: dict[str, Any]) -> None:
+    def option(name: str) -> str:
+        return f"--{name.replace('_', '-')}"
+
+    if not arguments.engine:
+        for name in given:
+            raise CliError(f"{option(name)}: needs --engine")
+        return
+    for name, unset in (("threads", 1), ("first_occurrence", False), ("plot", None)):
+        if getattr(arguments, name) != unset:
+            raise CliError(f"{option(name)}: not with --engine")
+
+
+def _replay_engine(replay: EngineReplay, workload: Workload, progress: Progress, as_json: bool) -> int:
+    try:
+        replay.run(workload, progress.request_done)
+        summary = summarize_engine(replay, workload)
+    finally:
+        replay.close()
+    progress.close()
+    _print(summary, as_json, render_engine)
+    if not replay.complete:
+        return _INTERRUPTED
+    return 0 if replay.correct else 1
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
@@ -95,5 +128,5 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return 0 if healthy else 1
 
 
-def _print(summary: dict[str, Any], as_json: bool) -> None:
-    print(json.dumps(summary, indent=2) if as_json else render(summary))
+def _print(summary: dict[str, Any], as_json: bool, to_text: Callable[[dict[str, Any]], str] = render) -> None:
+    print(json.dumps(summary, indent=2) if as_json else to_text(summary))

@@ -53,14 +53,18 @@ class Progress:
         if self._by_request:
             self._bar.update()
 
+    def close(self) -> None:
+        """Take the bar away. Safe to call twice."""
+        if self._bar is not None:
+            self._bar.close()
+
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self.close()
 
 
 def _total_bytes(paths: list[str]) -> int | None:

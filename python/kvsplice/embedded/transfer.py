@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from kvsplice.ports import Stored
 from kvsplice.splicer.gather import gather
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvsplice.embedded.contexts import EmbeddedContexts
     from kvsplice.embedded.sessions import EmbeddedSessions
     from kvsplice.embedded.store import MemoryStore
     from kvsplice.ports import BlockTables, Request
+    from kvsplice.splicer import PagedLayout
 
 __all__ = ["EmbeddedTransfer"]
 
@@ -60,16 +64,26 @@ class EmbeddedTransfer:
         rank = request.worker_id or 0
         context.wait(event)
         kept = []
-        for index, ranks in enumerate(self._store.keys(request, hashes)):
-            key, start = ranks[rank], request.start + index * self._chunk_size
-            kept.append(
-                key in self._store
-                or self._store.put(
-                    key,
-                    [
-                        gather(layout, block_ids[table], start, self._chunk_size)
-                        for layout, table in zip(context.layouts, context.block_table_of, strict=True)
-                    ],
+        with context.stream or nullcontext():
+            for index, ranks in enumerate(self._store.keys(request, hashes)):
+                key, start = ranks[rank], request.start + index * self._chunk_size
+                kept.append(
+                    key in self._store
+                    or self._store.put(
+                        key,
+                        [
+                            self._copy(layout, block_ids[table], start)
+                            for layout, table in zip(context.layouts, context.block_table_of, strict=True)
+                        ],
+                    )
                 )
-            )
         return Stored(all(kept), kept)
+
+    def _copy(self, layout: PagedLayout, block_table: Sequence[int], start: int) -> Any:
+        out = None
+        if layout.device.kind == "cuda":
+            import cupyx
+
+            # A splice reads pinned memory faster, and without a copy of its own.
+            out = cupyx.empty_pinned(layout.object_shape(self._chunk_size), f"uint{8 * layout.itemsize}")
+        return gather(layout, block_table, start, self._chunk_size, out)
