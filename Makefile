@@ -56,6 +56,7 @@ wheel: $(VENV)/.wheel
 bench: $(PEERS)/.installed
 	cargo bench -p kvsplice
 	LMCACHE_TRACK_USAGE=false $(PEERS)/bin/python benches/compare_lmcache_matcher.py
+	LMCACHE_TRACK_USAGE=false $(PEERS)/bin/python benches/compare_lmcache_engine.py
 
 clean:
 	rm -rf $(VENV) $(PEERS) dist target

@@ -32,8 +32,7 @@ class Locks:
     def hold(self, keys: Iterable[Key], count: int = 1) -> None:
         """Owe the release of so many locks of each key."""
         with self._mutex:
-            for key in keys:
-                self._held[key] += count
+            self._held.update(dict.fromkeys(keys, count))
 
     def take(self, keys: Iterable[Key]) -> Locks:
         """Move a lock of each key, where one is held, to a new owner."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvsplice import events
 from kvsplice.locks import Locks, loaded_keys
-from kvsplice.matcher import Match, Matcher, coverage, non_overlapping_after_prefix
+from kvsplice.matcher import Match, Matcher, Matches, coverage, non_overlapping_after_prefix
 from kvsplice.ports import Policy
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ __all__ = ["LookupJob", "LookupParts", "LookupResult", "State"]
 logger = logging.getLogger(__name__)
 
 Span = tuple[Match, ...]
+
+_NO_MATCHES = Matches.from_rows(())
 
 _POSITIONS = 1 << 31
 """No text is longer: what the fleet claims beyond is not true."""
@@ -71,6 +73,8 @@ class LookupResult:
     @property
     def reused_tokens(self) -> int:
         """Distinct tokens of the prompt that all of these cover."""
+        if not self.retained:
+            return self.prefix_tokens + _length(self.matches)
         return self.prefix_tokens + coverage(self.matches + self.retained)
 
 
@@ -113,11 +117,10 @@ class _Leg:
 
 @dataclass
 class _Sparse:
-    """The candidates of the sparse leg, and where their keys stand among those that were submitted."""
+    """The candidates of the sparse leg, and the keys of each, which are submitted in this order."""
 
-    candidates: list[Match]
+    candidates: Matches
     keys_of: dict[bytes, Sequence[Key]] = field(default_factory=dict)
-    place: dict[Key, int] = field(default_factory=dict)
 
 
 class LookupJob:
@@ -139,10 +142,10 @@ class LookupJob:
         self._leg: _Leg | None = None
         self._prefix_chunks = 0
         self._retained: list[int] = []
-        self._matches: Sequence[Match] = ()
+        self._matches = _NO_MATCHES
         self._fleet_ticket: object | None = None
         self._deadline = 0.0
-        self._sparse = _Sparse([])
+        self._sparse = _Sparse(self._matches)
         self._result: LookupResult | None = None
         self._no_context = False
         self._open: list[tuple[str, dict[str, Any]]] = []
@@ -160,7 +163,7 @@ class LookupJob:
                 return
             self._publish(events.REQUEST_START)
             fields = {"num_tokens": len(self._tokens)}
-            self._begin(events.LOOKUP_START, events.LOOKUP_END, fields, self._accounts(abandoned=True))
+            self._begin(events.LOOKUP_START, events.LOOKUP_END, fields, {})
             self._submit_prefix()
             if self._parts.fleet is None:
                 self._match()
@@ -258,19 +261,19 @@ class LookupJob:
         return True
 
     def _take_prefix(self, keys: list[Key], fetched: Fetched) -> None:
-        self.locks.hold(loaded_keys(keys, fetched), self.readers)
+        loaded = loaded_keys(keys, fetched)
+        if not loaded:
+            return
+        self.locks.hold(loaded, self.readers)
         ranks = len(keys) // len(self._hashes)
-        whole = fetched.loaded.reshape(-1, ranks).sum(axis=1) == ranks
+        whole = fetched.loaded.reshape(-1, ranks).all(axis=1)
         missing = np.flatnonzero(~whole)
         self._prefix_chunks = int(missing[0]) if len(missing) else len(self._hashes)
         self._retained = np.flatnonzero(whole).tolist() if self._parts.segmented else list(range(self._prefix_chunks))
-        kept = set(self._retained)
-        for chunk, chunk_hash in enumerate(self._hashes):
-            own = keys[chunk * ranks : (chunk + 1) * ranks]
-            if chunk in kept:
-                self.keys_of[chunk_hash] = own
-            else:
-                self.locks.release(own)
+        for chunk in self._retained:
+            self.keys_of[self._hashes[chunk]] = keys[chunk * ranks : (chunk + 1) * ranks]
+        kept = {key for own in self.keys_of.values() for key in own}
+        self.locks.release([key for key in loaded if key not in kept])
 
     # -- match or fleet leg -------------------------------------------------------------------------------------------
 
@@ -307,11 +310,11 @@ class LookupJob:
             return True
         self._fleet_ticket = None
         size, last = self._parts.chunk_size, len(self._tokens) - self._parts.chunk_size
-        self._matches = [
+        self._matches = Matches.from_rows(
             Match(hit.old_start, hit.old_start + size, hit.cur_start, hit.cur_start + size, hit.chunk_hash)
             for hit in sorted(found, key=lambda hit: hit.cur_start)
             if 0 <= hit.old_start < _POSITIONS and 0 <= hit.cur_start <= last
-        ]
+        )
         self._end(events.FLEET_MATCH_END, matches=len(self._matches), timed_out=False)
         return True
 
@@ -322,32 +325,29 @@ class LookupJob:
 
     # -- sparse leg ---------------------------------------------------------------------------------------------------
 
-    def _candidates(self) -> list[Match]:
+    def _candidates(self) -> Matches:
         """Matches outside of what the prefix leg brought."""
-        prefix = self._prefix_chunks * self._parts.chunk_size
-        candidates = [match for match in self._matches if match.cur_start >= prefix]
+        matches, size = self._matches, self._parts.chunk_size
+        if not matches:
+            return matches
+        wanted = matches.cur_start >= self._prefix_chunks * size
         if self._parts.segmented:
-            size, retained = self._parts.chunk_size, set(self._retained)
-            candidates = [
-                match
-                for match in candidates
-                if match.old_start != match.cur_start or match.cur_start // size not in retained
-            ]
-        return candidates
+            own = (matches.old_start == matches.cur_start) & np.isin(matches.cur_start // size, self._retained)
+            wanted &= ~own
+        return matches.take(np.flatnonzero(wanted))
 
     def _submit_sparse(self) -> None:
         parts, request = self._parts, self.request
-        candidates = [] if self._no_context else self._candidates()
+        if self._no_context:
+            return
+        candidates = self._candidates()
         if not candidates:
             return
         sparse = _Sparse(candidates)
         try:
-            hashes = list(dict.fromkeys(match.chunk_hash for match in candidates))
+            hashes = list(dict.fromkeys(candidates.chunk_hashes))
             sparse.keys_of = dict(zip(hashes, parts.store.keys(request, hashes), strict=True))
-            for ranks in sparse.keys_of.values():
-                for key in ranks:
-                    sparse.place.setdefault(key, len(sparse.place))
-            keys = list(sparse.place)
+            keys = [key for ranks in sparse.keys_of.values() for key in ranks]
             ticket = parts.store.submit(keys, Policy.SPARSE, self.readers, request)
         except Exception:
             logger.exception("sparse leg of request %s: taken as no hit", request.request_id)
@@ -385,24 +385,24 @@ class LookupJob:
     def _classify(self, keys: list[Key], fetched: Fetched) -> list[Match]:
         """Keep what every rank has, strike what storage lost, release the rest."""
         sparse, locks = self._sparse, self._sparse_locks
-        locks.hold(loaded_keys(keys, fetched), self.readers)
-        loaded, present = fetched.loaded.tolist(), fetched.present.tolist()
-        whole, stale = set(), []
-        for chunk_hash, ranks in sparse.keys_of.items():
-            places = [sparse.place[key] for key in ranks]
-            if all(loaded[place] for place in places):
-                whole.add(chunk_hash)
-            elif not all(present[place] or loaded[place] for place in places):
-                stale.append(chunk_hash)
+        landed = loaded_keys(keys, fetched)
+        locks.hold(landed, self.readers)
+        by_chunk = (len(sparse.keys_of), -1)
+        loaded = fetched.loaded.reshape(by_chunk).all(axis=1)
+        held = (fetched.loaded | fetched.present).reshape(by_chunk).all(axis=1)
+        hashes = list(sparse.keys_of)
+        whole = {hashes[chunk] for chunk in np.flatnonzero(loaded).tolist()}
+        stale = [hashes[chunk] for chunk in np.flatnonzero(~held).tolist()]
         try:
             self._keep_score(whole, stale)
         except Exception:
             logger.exception("request %s: hits and misses were not counted", self.request.request_id)
         # Deduplicated after the prefetch, so that a chunk that cannot be fetched does not beat one that can.
-        found = list(non_overlapping_after_prefix((m for m in sparse.candidates if m.chunk_hash in whole), 0))
+        usable = [index for index, chunk_hash in enumerate(sparse.candidates.chunk_hashes) if chunk_hash in whole]
+        found = list(non_overlapping_after_prefix(sparse.candidates.take(usable), 0))
         kept = {match.chunk_hash: sparse.keys_of[match.chunk_hash] for match in found}
         used = {key for ranks in kept.values() for key in ranks}
-        locks.release([key for key in keys if key not in used])
+        locks.release([key for key in landed if key not in used])
         self.locks.absorb(locks)
         self.keys_of.update(kept)
         return found
@@ -445,8 +445,8 @@ class LookupJob:
             "stale_chunks": len(self._sparse.candidates) - len(result.matches),
             "no_gpu_context": self._no_context,
             "prefix_hit_tokens": result.prefix_tokens,
-            "segmented_prefix_hit_tokens": coverage(result.retained),
-            "non_prefix_hit_tokens": coverage(result.matches),
+            "segmented_prefix_hit_tokens": _length(result.retained),
+            "non_prefix_hit_tokens": _length(result.matches),
             "hit_tokens": result.reused_tokens,
             "requested_tokens": tokens // size * size,
             "abandoned": abandoned,
@@ -480,8 +480,13 @@ class LookupJob:
 
     def _close_spans(self) -> None:
         for name, fields in reversed(self._open):
-            self._publish(name, **fields)
+            self._publish(name, **(self._accounts(abandoned=True) if name == events.LOOKUP_END else fields))
         self._open.clear()
+
+
+def _length(matches: Span) -> int:
+    """Tokens of matches that do not overlap."""
+    return sum(match.cur_end - match.cur_start for match in matches)
 
 
 def _same_tokens(one: Any, other: Any) -> bool:
