@@ -386,3 +386,9 @@ def assert_spliced(bench, matches, request, instance, blocks, rank=0):
             expected = rotated(stored[0, layer].reshape(CHUNK, 1, SIZE), match.old_start, match.cur_start, bench.table)
             np.testing.assert_allclose(keys[layer, at], expected, atol=1e-5)
             assert np.array_equal(values[layer, at].reshape(CHUNK, -1), stored[1, layer])
+
+
+def planted_object(chunk_hash, rank, layers):
+    """The KV of a chunk as one rank holds it, drawn from its hash: ``[2, layers, CHUNK, hidden]``."""
+    rng = np.random.default_rng([rank, int.from_bytes(chunk_hash, "little")])
+    return rng.normal(size=(2, layers, CHUNK, HEADS * SIZE)).astype(np.float32)
