@@ -13,7 +13,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvsplice import Chunk, PagedLayout, RopeTables, Splicer
-from splice_reference import BITS, FUSED, LATENT, NUMPY, SPLIT, Geometry, Rope, write
+from kvsplice.splicer.gather import gather
+from splice_reference import BITS, FUSED, LATENT, NUMPY, SPLIT, Geometry, Rope, read, write
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 TABLE_DTYPES = ("float32", "bfloat16", "float16")
@@ -250,6 +251,15 @@ class Rig:
                 array[position] = other[position]
             for own, found in _pairs(expected, got):
                 np.testing.assert_array_equal(found, own)
+
+    def check_gather(self, start: int, tokens: int) -> None:
+        """Read a range of tokens out of each group, and compare every byte with the reference."""
+        for index, group in enumerate(self.case.groups):
+            geometry, block_table = group.geometry, self.block_tables[index]
+            cells = _cut(geometry.shapes(), self.bases[index])
+            found = gather(self.layouts[index], block_table, start, tokens)
+            expected = read(geometry, cells, block_table, start, tokens)
+            np.testing.assert_array_equal(found.view(expected.dtype), expected)
 
 
 def _typed(place: Place) -> bool:

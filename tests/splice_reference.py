@@ -228,3 +228,17 @@ def write(
                             )
                         )
     return bounded
+
+
+def read(geometry: Geometry, caches: Any, block_table: list[int], start: int, tokens: int) -> np.ndarray:
+    """The staged object of a range of tokens, as bits."""
+    obj = np.zeros(geometry.object_shape(tokens), f"uint{8 * NUMPY[geometry.dtype].itemsize}")
+    for t in range(tokens):
+        block, offset = block_table[(start + t) // geometry.block_size], (start + t) % geometry.block_size
+        for layer in range(geometry.layers):
+            for kv, heads, elements, _ in geometry.parts():
+                for head in range(heads):
+                    for e in range(elements):
+                        array, index = geometry.cell(caches, kv, layer, block, offset, head, e)
+                        obj[geometry.staged(kv, layer, t, head, e)] = array[index]
+    return obj

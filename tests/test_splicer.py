@@ -37,6 +37,16 @@ def test_every_format_against_plain_loops(format: int, data: st.DataObject) -> N
     assert result.path == ("cpu" if case.chunks else "none")
 
 
+@pytest.mark.parametrize("format", range(19))
+@SLOW
+@given(data=st.data(), typed=st.booleans())
+def test_reading_every_format_against_plain_loops(format: int, data: st.DataObject, typed: bool) -> None:
+    rig = Rig(data.draw(cases(format)), elements if typed else bits)
+    most = 20 * min(group.geometry.block_size for group in rig.case.groups)
+    start = data.draw(st.integers(0, most - 1))
+    rig.check_gather(start, data.draw(st.integers(0, min(9, most - start))))
+
+
 class Single:
     """One head of one token, rotated by an eighth of a turn per position."""
 

@@ -67,6 +67,16 @@ def test_every_format_against_plain_loops(framework: Any, format: int, data: st.
     splicer.close()
 
 
+@pytest.mark.parametrize("format", range(19))
+@EXAMPLES
+@given(data=st.data())
+def test_reading_every_format_against_plain_loops(framework: Any, format: int, data: st.DataObject) -> None:
+    rig = Rig(data.draw(cases(format)), place_of(framework))
+    most = 20 * min(group.geometry.block_size for group in rig.case.groups)
+    start = data.draw(st.integers(0, most - 1))
+    rig.check_gather(start, data.draw(st.integers(1, min(9, most - start))))
+
+
 # ---- real shapes, against the CPU splicer ---------------------------------------------------------------------------
 
 LAYERS, HEADS, SIZE, BLOCK, TOKENS, BLOCKS = 32, 8, 128, 16, 256, 128

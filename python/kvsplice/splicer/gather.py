@@ -95,7 +95,7 @@ def _copy(layout: PagedLayout, cells: tuple[Any, Any], staged: Any, view: Any, b
             rows = staged[plane.source_plane, layer]
             first = int(columns[0, 0])
             if plane.heads == 1 or plane.source_head_stride == plane.width:
-                rows[:, first : first + columns.size] = paged[cells].reshape(len(rows), -1)
+                rows[:, first : first + columns.size] = paged[cells].reshape(len(rows), columns.size)
             else:
                 for head in range(plane.heads):
                     at = int(columns[head, 0])
