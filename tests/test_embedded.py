@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import ml_dtypes
@@ -118,6 +119,32 @@ def test_a_negative_capacity_is_refused():
 # -- disk -------------------------------------------------------------------------------------------------------------
 
 
+def test_a_disk_that_does_not_keep_up_neither_fills_the_memory_nor_holds_up_reads(tmp_path, monkeypatch):
+    disk = DiskTier(tmp_path, 1 << 20)
+    store = MemoryStore(8 * content(0).nbytes, disk)
+    store.put(key(0), [content(0)])
+    store.flush()
+    write, go_on = disk.write, threading.Event()
+
+    def stalled(*arguments):
+        go_on.wait(30)
+        write(*arguments)
+
+    monkeypatch.setattr(disk, "write", stalled)
+    try:
+        for n in range(1, 20):
+            assert store.put(key(n), [content(n)])
+        stats = store.stats()
+        assert stats["disk_skipped_writes"] == 15
+        assert key(0) not in store
+        assert fetch(store, [key(0)]).loaded.all(), "a read waits for writes, or finds no room"
+    finally:
+        go_on.set()
+    store.flush()
+    assert store.stats()["disk_objects"] == 1 + 4
+    store.close()
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
 def test_an_object_comes_back_from_the_disk_as_it_was(tmp_path, dtype):
     arrays = [np.arange(24).reshape(2, 3, 4).astype(dtype), np.arange(5).astype(dtype)]
@@ -138,9 +165,8 @@ def test_an_object_comes_back_from_the_disk_as_it_was(tmp_path, dtype):
 def test_what_memory_evicted_is_loaded_again(tmp_path):
     store = filled(capacity=2, disk=DiskTier(tmp_path, 1 << 20), numbers=())
     for n in range(6):
-        while not store.put(key(n), [content(n)]):
-            store.flush()
-    store.flush()
+        assert store.put(key(n), [content(n)])
+        store.flush()
     assert fetch(store, [key(0), key(1)]).loaded.tolist() == [True, True]
     assert [int(arrays[0][0]) for arrays in store.read([key(0), key(1)])] == [0, 1]
     # Both places are locked now: the third exists, and has no room.

@@ -70,18 +70,27 @@ def test_with_too_little_memory_less_is_found_and_all_of_it_is_right(run):
     assert result["memory"]["read_locks"] == 0
 
 
-def test_a_disk_brings_back_what_memory_lost(run, tmp_path):
+def test_a_disk_brings_back_what_memory_lost(run, tmp_path, monkeypatch):
     trace = made_up_trace(5)
     plenty = as_json(run(trace, "--shift", "--json"))
     options = ["--shift", "--json", "--memory-bytes", 600_000]
     without = as_json(run(trace, *options))
+    put = MemoryStore.put
+
+    def written_at_once(self, key, arrays):
+        kept = put(self, key, arrays)
+        self.flush()
+        return kept
+
+    monkeypatch.setattr(MemoryStore, "put", written_at_once)
     result = as_json(run(trace, *options, "--disk", tmp_path / "kv"))
     assert result["correct"]
     assert result["memory"]["evictions"] > 0
     assert result["memory"]["disk_objects"] > 0
-    # Not to the last chunk: what is still being written keeps its memory, and there may be none for another one then.
-    found, most = result["tokens"]["non_prefix_hit"], plenty["tokens"]["non_prefix_hit"]
-    assert without["tokens"]["non_prefix_hit"] < 0.75 * most < 0.85 * most < found <= most
+    most = plenty["tokens"]["non_prefix_hit"]
+    assert without["tokens"]["non_prefix_hit"] < 0.8 * most
+    # Not to the last chunk: matches that overlap are loaded, too, and there may be no room for all of one prompt.
+    assert 0.95 * most < result["tokens"]["non_prefix_hit"] <= most
     assert result["events"]["cb.sparse_prefetch.start"] > 0
     assert result["matcher"]["struck_out"] == 0
 

@@ -68,6 +68,7 @@ _COUNTERS = {
     "memory": {
         "evictions": "Objects that left host memory for want of room",
         "disk_set_aside": "Files that were torn or foreign, and were renamed",
+        "disk_skipped_writes": "Objects that were not written, for the disk did not keep up",
         "disk_failed_writes": "Objects that could not be written to the disk",
     },
     "fleet": {

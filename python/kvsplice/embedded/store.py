@@ -64,8 +64,9 @@ class _Ticket:
 class MemoryStore:
     """Objects in host memory up to a number of bytes, with an optional disk tier.
 
-    Whatever is put goes to the disk too. The object in memory that went unused for longest makes room for another one,
-    unless it is locked or being written. Loads from the disk run on threads of their own.
+    Whatever is put goes to the disk too, unless half of the memory waits to be written already: a disk that cannot keep
+    up does not get everything. The object in memory that went unused for longest makes room for another one, unless it
+    is locked or being written. Loads from the disk run on threads of their own.
 
     Parameters
     ----------
@@ -73,7 +74,7 @@ class MemoryStore:
         Bytes of host memory.
     disk : DiskTier, optional
     threads : int
-        For the disk.
+        For reading from the disk, and as many for writing to it.
     """
 
     def __init__(self, capacity: int, disk: DiskTier | None = None, threads: int = 2) -> None:
@@ -81,13 +82,16 @@ class MemoryStore:
             raise ValueError(f"capacity: {capacity} is negative")
         self.capacity = capacity
         self.disk = disk
-        self.evictions = 0
+        self.evictions = self.skipped_writes = 0
         self._objects: OrderedDict[ObjectKey, _Object] = OrderedDict()
-        self._bytes = 0
+        self._bytes = self._unwritten = 0
         self._loading: dict[ObjectKey, list[tuple[_Ticket, int]]] = {}
         self._mutex = threading.Lock()
         self._writes: set[Future[None]] = set()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvsplice-disk") if disk is not None else None
+        # Apart: a lookup would wait for all that is to be written.
+        self._readers, self._writers = (
+            ThreadPoolExecutor(threads, thread_name_prefix=f"kvsplice-disk-{what}") for what in ("read", "write")
+        )
 
     # -- the port -----------------------------------------------------------------------------------------------------
 
@@ -118,8 +122,7 @@ class MemoryStore:
                     break
             ticket.loading = ticket.pending
         for key in to_load:
-            assert self._pool is not None
-            self._pool.submit(self._load, key)
+            self._readers.submit(self._load, key)
         return ticket
 
     def poll(self, ticket: _Ticket) -> Fetched | None:
@@ -169,11 +172,16 @@ class MemoryStore:
             held = self._insert(key, kept)
             if held is None:
                 return False
-            held.writing = self._pool is not None
-        if self._pool is not None:
-            write = self._pool.submit(self._write, key, held)
-            self._writes.add(write)
-            write.add_done_callback(self._writes.discard)
+            if self.disk is None:
+                return True
+            if self._unwritten and self._unwritten + held.nbytes > self.capacity // 2:
+                self.skipped_writes += 1
+                return True
+            held.writing = True
+            self._unwritten += held.nbytes
+        write = self._writers.submit(self._write, key, held)
+        self._writes.add(write)
+        write.add_done_callback(self._writes.discard)
         return True
 
     def drop(self, keys: Iterable[ObjectKey]) -> int:
@@ -193,13 +201,12 @@ class MemoryStore:
 
     def flush(self) -> None:
         """Wait until all that was put is on the disk."""
-        if self._pool is not None:
-            wait(list(self._writes))
+        wait(list(self._writes))
 
     def close(self) -> None:
         """Finish what is being written. Safe to call twice."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
+        self._writers.shutdown(wait=True)
+        self._readers.shutdown(wait=True)
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -231,6 +238,7 @@ class MemoryStore:
                 "disk_bytes": self.disk.nbytes,
                 "disk_set_aside": self.disk.set_aside,
                 "disk_failed_writes": self.disk.failed_writes,
+                "disk_skipped_writes": self.skipped_writes,
             }
         return numbers
 
@@ -273,6 +281,7 @@ class MemoryStore:
         finally:
             with self._mutex:
                 held.writing = False
+                self._unwritten -= held.nbytes
 
     def _load(self, key: ObjectKey) -> None:
         assert self.disk is not None
