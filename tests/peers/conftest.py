@@ -12,8 +12,15 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import lmcache
     import lmcache.v1.multiprocess.modules.blend.module
+    import lmcache.v1.multiprocess.transfer_context
+    import lmcache.v1.multiprocess.transport.zmq_impl
     import torch  # noqa: F401
 
 TESTED_VERSION = "0.5.6"
 found = lmcache.__version__
 assert found == TESTED_VERSION, f"these tests describe lmcache {TESTED_VERSION}, not {found}"
+
+
+def pytest_configure(config):
+    # LMCache's, from modules that it imports when they are used.
+    config.addinivalue_line("filterwarnings", "ignore:.LoggingHandler. in .opentelemetry-sdk.:DeprecationWarning")
