@@ -1,4 +1,4 @@
-"""The server module's factory, on stand-ins of LMCache's objects; tests/peers/test_server_matcher.py has a real server."""
+"""The server module's factory, on stand-ins; tests/peers/test_server_matcher.py has a real server."""
 
 import sys
 from types import ModuleType, SimpleNamespace

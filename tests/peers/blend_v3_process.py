@@ -1,7 +1,8 @@
 """LMCache 0.5.2's blend module over parts in memory, in a process of its own: a scenario per line in, its outcome out.
 
 Only storage, paged cache, stream and events are ours; hashing, matching, lookup, retrieve and the operations that move
-and turn KV are LMCache's. Run with that version first on the path; `test_engine_lmcache` does.
+and turn KV are LMCache's. With the argument ``kvsplice`` our matcher takes the place of LMCache's, as the launcher has
+it. Run with that version first on the path; `test_engine_lmcache` and `test_launcher_lmcache` do.
 """
 
 import json
@@ -27,6 +28,8 @@ with warnings.catch_warnings():
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from engine_parts import BLOCK, CHUNK, HEADS, SIZE, planted_object, rope_table
+from kvsplice.lmcache.launcher import _replace_matcher
+from kvsplice.lmcache.settings import Settings
 
 LAYERS, BLOCKS, MODEL = 2, 64, "m"
 
@@ -272,6 +275,8 @@ def main():
     module.BlendV3Module._drain_fingerprint_queue = lambda self: None
     module.check_interprocess_event_support = lambda: None
     module.lmcache_memcpy_async_h2d = copy_to_slot
+    if sys.argv[1:] == ["kvsplice"]:
+        _replace_matcher(Settings(mode="matcher"))
     known = sorted(each.value for each in EventType)
     print(json.dumps({"version": lmcache.__version__, "events": known}), flush=True)
     for line in sys.stdin:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -33,14 +34,15 @@ def text_of(letter):
     return list(range(CHUNK * letter + 10, CHUNK * letter + 10 + CHUNK))
 
 
-@pytest.fixture(scope="module")
-def peer(tmp_path_factory):
+@contextmanager
+def blend_v3_process(folder, *arguments):
+    """A function that runs a scenario in LMCache's module; its `events` are the names that LMCache knows."""
     path = os.pathsep.join([str(EARLIER), str(HERE.parent), str(HERE.parents[1] / "python")])
     environment = os.environ | {"PYTHONPATH": path, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "CRITICAL"}
-    log = tmp_path_factory.mktemp("peer") / "log"
+    log = folder / "log"
     with log.open("wb") as errors:
         process = subprocess.Popen(
-            [sys.executable, str(HERE / "blend_v3_process.py")],
+            [sys.executable, str(HERE / "blend_v3_process.py"), *arguments],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -56,13 +58,21 @@ def peer(tmp_path_factory):
         assert line, log.read_text()
         return json.loads(line)
 
-    greeting = call()
-    assert greeting["version"] == "0.5.2"
-    call.events = set(greeting["events"])
-    yield call
-    process.stdin.close()
-    process.wait(30)
-    process.stdout.close()
+    try:
+        greeting = call()
+        assert greeting["version"] == "0.5.2"
+        call.events = set(greeting["events"])
+        yield call
+    finally:
+        process.stdin.close()
+        process.wait(30)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory):
+    with blend_v3_process(tmp_path_factory.mktemp("peer")) as call:
+        yield call
 
 
 class PlantingTransfer(ScriptedTransfer):

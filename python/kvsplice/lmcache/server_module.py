@@ -9,55 +9,19 @@ What a server module is: ``lmcache.v1.multiprocess.ext_server_module``.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from kvsplice import __version__
-from kvsplice.lmcache.matcher import TokenRangeMatcher
+from kvsplice.lmcache.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from kvsplice.lmcache.matcher import TokenRangeMatcher
 
 __all__ = ["MatcherModule", "build_server_modules"]
 
 logger = logging.getLogger(__name__)
 
 TESTED_VERSIONS = ("0.5.6",)
-
-OnFull = Literal["evict", "reject"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The keys of ``config``, and their defaults."""
-
-    mode: str = ""
-    capacity: int = 1 << 20
-    on_full: OnFull = "evict"
-    seed: int | None = None
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Settings:
-        """Take them from the flag's JSON.
-
-        Raises
-        ------
-        ValueError
-            One is unknown or wrong; the message says which, and what there is.
-        """
-        known = [field.name for field in fields(cls)]
-        if unknown := config.keys() - set(known):
-            raise ValueError(f"config: unknown key {sorted(unknown)[0]!r}; there are {', '.join(known)}")
-        settings = cls(**config)
-        if settings.mode != "matcher":
-            raise ValueError(f"config: mode is {settings.mode!r}; it has to be 'matcher'")
-        if type(settings.capacity) is not int or not 1 <= settings.capacity <= 1 << 30:
-            raise ValueError(f"config: capacity is {settings.capacity!r}, no number of chunks from 1 to 2**30")
-        if settings.on_full not in get_args(OnFull):
-            raise ValueError(f"config: on_full is {settings.on_full!r}, none of {', '.join(get_args(OnFull))}")
-        if settings.seed is not None and (type(settings.seed) is not int or not 0 <= settings.seed < 1 << 64):
-            raise ValueError(f"config: seed is {settings.seed!r}, no integer from 0 to 2**64 - 1")
-        return settings
 
 
 class MatcherModule:
@@ -104,13 +68,7 @@ def build_server_modules(build: Any) -> MatcherModule:
     theirs = blend._token_range_matcher
     if build.mp_config.chunk_size != theirs.chunk_size:
         raise RuntimeError(f"the blend module has chunks of {theirs.chunk_size} tokens, the server of others")
-    ours = TokenRangeMatcher(
-        theirs.chunk_size,
-        bool(getattr(theirs, "_dedup_content", False)),
-        capacity=settings.capacity,
-        on_full=settings.on_full,
-        seed=settings.seed,
-    )
+    ours = settings.matcher(theirs.chunk_size, bool(getattr(theirs, "_dedup_content", False)))
     # The server takes no request yet: nothing is registered that would be lost.
     blend._token_range_matcher = ours
     logger.warning("kvsplice %s: the blend module matches with %r", __version__, ours)
