@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -18,8 +19,21 @@ from lmcache.v1.multiprocess.transfer_context import create_transfer_context
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 from lmcache.v1.platform import resolve_kv_wrapper_factory
 
-CHUNK, BLOCK, LAYERS, BLOCKS, HEADS, SIZE, POSITIONS = 16, 4, 2, 128, 2, 8, 1024
+CHUNK = 16
 TIMEOUT = 30
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The server's chunks, and a worker's paged cache."""
+
+    chunk: int = CHUNK
+    block: int = 4
+    layers: int = 2
+    blocks: int = 128
+    heads: int = 2
+    size: int = 8
+    positions: int = 1024
 
 
 def free_ports(count):
@@ -33,15 +47,16 @@ def free_ports(count):
 class Server:
     """LMCache's server in a process of its own. ``config`` is kvsplice's; without one the server is as it comes."""
 
-    def __init__(self, folder, config=None, *arguments, engine_type="blend"):
+    def __init__(self, folder, config=None, *arguments, engine_type="blend", geometry=Geometry(), gigabytes="1"):
         self.log = Path(folder) / "server.log"
+        self.geometry = geometry
         self._port, self._http = free_ports(2)
         command = [
             str(Path(sys.executable).with_name("lmcache")), "server",
             "--host", "127.0.0.1", "--port", str(self._port),
             "--http-host", "127.0.0.1", "--http-port", str(self._http),
             "--engine-type", engine_type, "--supported-transfer-mode", "lmcache_driven", "--eviction-policy", "LRU",
-            "--l1-size-gb", "1", "--l1-init-size-gb", "1", "--chunk-size", str(CHUNK), *arguments,
+            "--l1-size-gb", gigabytes, "--l1-init-size-gb", gigabytes, "--chunk-size", str(geometry.chunk), *arguments,
         ]  # fmt: skip
         if config is not None:
             command += ["--server-module", json.dumps({"module_path": "kvsplice.lmcache", "config": config})]
@@ -49,6 +64,10 @@ class Server:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
         self._clients = []
+
+    @property
+    def url(self):
+        return f"tcp://127.0.0.1:{self._port}"
 
     def wait_until_up(self):
         deadline = time.monotonic() + 90
@@ -66,7 +85,7 @@ class Server:
         return httpx.get(f"http://127.0.0.1:{self._http}/status").raise_for_status().json()
 
     def worker(self, instance_id=1000, model="m", seed=0):
-        client = Worker(f"tcp://127.0.0.1:{self._port}", instance_id, model, seed)
+        client = Worker(self.url, instance_id, model, seed, self.geometry)
         self._clients.append(client)
         return client
 
@@ -81,17 +100,33 @@ class Server:
             self.process.wait()
 
 
+def request_client(url):
+    """LMCache's client, and what closes it."""
+    context = zmq.Context()
+    context.setsockopt(zmq.LINGER, 0)
+    calls = RequestClientFactory.create(url, context=context)
+
+    def close():
+        calls.close()
+        context.term()
+
+    return calls, close
+
+
+def lookup_key(tokens, request_id, chunk=CHUNK, model="m", worker=None, salt=""):
+    end = len(tokens) // chunk * chunk
+    return IPCCacheServerKey(model, 1, worker, tuple(tokens), 0, end, request_id, cache_salt=salt, num_kv_readers=1)
+
+
 class Worker:
     """One worker of an inference engine: a paged cache in shared memory, with random KV in it."""
 
-    def __init__(self, url, instance_id, model, seed):
-        self._context = zmq.Context()
-        self._context.setsockopt(zmq.LINGER, 0)
-        self.calls = RequestClientFactory.create(url, context=self._context)
-        self.instance_id, self.model = instance_id, model
-        assert self.calls.get_chunk_size().result(TIMEOUT) == CHUNK
-        shape = (2, BLOCKS, BLOCK, HEADS, SIZE)
-        self.kv = {f"layer.{index}": torch.zeros(shape) for index in range(LAYERS)}
+    def __init__(self, url, instance_id, model, seed, geometry):
+        self.calls, self._disconnect = request_client(url)
+        self.instance_id, self.model, self._of = instance_id, model, geometry
+        assert self.calls.get_chunk_size().result(TIMEOUT) == geometry.chunk
+        shape = (2, geometry.blocks, geometry.block, geometry.heads, geometry.size)
+        self.kv = {f"layer.{index}": torch.zeros(shape) for index in range(geometry.layers)}
         self._transfer = create_transfer_context(
             self.kv, mode="lmcache_driven", instance_id=instance_id, req_client=self.calls
         )
@@ -99,32 +134,31 @@ class Worker:
             self.kv,
             model,
             1,
-            CHUNK // BLOCK,
+            geometry.chunk // geometry.block,
             TIMEOUT,
             layout_hints={"kv_layout": "NHD"},
-            engine_group_infos=[EngineGroupInfo(0, tuple(range(LAYERS)), BLOCK)],
+            engine_group_infos=[EngineGroupInfo(0, tuple(range(geometry.layers)), geometry.block)],
             engine_type=EngineType.VLLM,
         )
         # Now that it is shared: before, what was in it would have been lost.
         generator = torch.Generator().manual_seed(seed)
         for layer in self.kv.values():
             layer.copy_(torch.randn(shape, generator=generator))
-        angles = torch.arange(POSITIONS)[:, None] * 100.0 ** -(torch.arange(SIZE // 2) / (SIZE // 2))
+        half = geometry.size // 2
+        angles = torch.arange(geometry.positions)[:, None] * 100.0 ** -(torch.arange(half) / half)
         self.rope = torch.cat([angles.cos(), angles.sin()], dim=1)
         wrap = resolve_kv_wrapper_factory("cpu")
-        self.calls.cb_register_rope(instance_id, [wrap(self.rope)], SIZE, True, [], [], [], "").result(TIMEOUT)
+        self.calls.cb_register_rope(instance_id, [wrap(self.rope)], geometry.size, True, [], [], [], "").result(TIMEOUT)
 
     def key(self, tokens, request_id, worker=None, salt=""):
-        end = len(tokens) // CHUNK * CHUNK
-        return IPCCacheServerKey(
-            self.model, 1, worker, tuple(tokens), 0, end, request_id, cache_salt=salt, num_kv_readers=1
-        )
+        return lookup_key(tokens, request_id, self._of.chunk, self.model, worker, salt)
 
     def store(self, tokens, request_id="s", salt=""):
-        blocks = list(range(-(-len(tokens) // BLOCK)))
+        blocks = list(range(-(-len(tokens) // self._of.block)))
         event = self._transfer.create_recorded_event()
         key = self.key(tokens, request_id, 0, salt)
-        return self._transfer.submit_store(request_id, key, self.kv, [blocks], event, CHUNK // BLOCK).result(TIMEOUT)
+        per_chunk = self._of.chunk // self._of.block
+        return self._transfer.submit_store(request_id, key, self.kv, [blocks], event, per_chunk).result(TIMEOUT)
 
     def look_up(self, tokens, request_id, salt=""):
         deadline = time.monotonic() + TIMEOUT
@@ -143,5 +177,4 @@ class Worker:
 
     def close(self):
         self._transfer.close()
-        self.calls.close()
-        self._context.term()
+        self._disconnect()
