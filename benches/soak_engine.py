@@ -104,10 +104,9 @@ def main() -> int:
         # An index of about what storage holds in the end: it has to evict as well.
         per_chunk = CHUNK * 2 * 16 * 4
         capacity = max(1024, arguments.memory_bytes * (4 if folder else 1) // per_chunk)
-        engine = EngineSettings(layers=1, memory_bytes=arguments.memory_bytes, disk=folder)
+        disk_bytes = 4 * arguments.memory_bytes
+        engine = EngineSettings(layers=1, memory_bytes=arguments.memory_bytes, disk=folder, disk_bytes=disk_bytes)
         replay = EngineReplay(Settings(chunk_size=CHUNK, capacity=capacity, shift=True), engine)
-        if replay.engine.memory.disk is not None:
-            replay.engine.memory.disk.capacity = 4 * arguments.memory_bytes
         stack.callback(replay.close)
         replay.run(endless(arguments.trace, arguments.seconds, samples))
         status = replay.engine.report_status()

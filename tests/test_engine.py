@@ -60,6 +60,25 @@ def test_prefix_shifted_and_computed_parts_of_one_prompt():
     assert bench.finish() == NOTHING_LEFT
 
 
+def test_what_a_segmented_prefix_kept_is_not_found_elsewhere_too():
+    """The same text behind other text, stored later: its KV would go where the prompt's own is."""
+    bench = Bench(segmented=True)
+    store(bench, [*A, *B, *C])
+    other = tuple(range(90, 90 + CHUNK))
+    store(bench, [*D, 7, 8, 9, 10, *B, *C, *other], seed=1, request_id="later")
+    request = ask(bench, [*A, *B, *C, 11, *other])
+    bench.store.evict(ObjectKey(request.scope, chained_chunk_hashes(A, CHUNK)[0], 0))
+    result = look_up(bench, request)
+    assert [match.cur_start for match in result.retained] == [4, 8]
+    assert [match.cur_start for match in result.matches] == [13]
+    assert result.reused_tokens == 12
+    found = [*result.retained, *result.matches]
+    outcome, blocks = retrieve(bench, request, found)
+    assert outcome.reason is Reason.SPLICED
+    assert_spliced(bench, found, request, 0, blocks)
+    assert bench.finish() == NOTHING_LEFT
+
+
 def test_a_prompts_first_chunk_is_found_as_a_prefix_only():
     bench = Bench()
     store(bench, [*A, *B])

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvsplice import events
 from kvsplice.locks import Locks, loaded_keys
-from kvsplice.matcher import Match, Matcher, Matches, coverage, non_overlapping_after_prefix
+from kvsplice.matcher import Match, Matcher, Matches, non_overlapping_after_prefix
 from kvsplice.ports import Policy
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class LookupResult:
     prefix_tokens : int
         Tokens of the prompt's beginning whose KV is stored as it is.
     matches : tuple of Match
-        Found elsewhere, in order of ``cur_start``; they overlap neither the prefix nor each other.
+        Found elsewhere, in order of ``cur_start``; they overlap neither the prefix, nor ``retained``, nor each other.
     retained : tuple of Match
         With a segmented prefix: the prompt's own chunks behind a gap, at their own positions.
     prefix : tuple of Match
@@ -72,10 +72,8 @@ class LookupResult:
 
     @property
     def reused_tokens(self) -> int:
-        """Distinct tokens of the prompt that all of these cover."""
-        if not self.retained:
-            return self.prefix_tokens + _length(self.matches)
-        return self.prefix_tokens + coverage(self.matches + self.retained)
+        """Tokens of the prompt that all of these cover."""
+        return self.prefix_tokens + _length(self.matches) + _length(self.retained)
 
 
 class State(Enum):
@@ -332,8 +330,9 @@ class LookupJob:
             return matches
         wanted = matches.cur_start >= self._prefix_chunks * size
         if self._parts.segmented:
-            own = (matches.old_start == matches.cur_start) & np.isin(matches.cur_start // size, self._retained)
-            wanted &= ~own
+            # A match covers part of two of the prompt's chunks at most, and a chunk is written as a whole or not.
+            for covered in (matches.cur_start, matches.cur_end - 1):
+                wanted &= ~np.isin(covered // size, self._retained)
         return matches.take(np.flatnonzero(wanted))
 
     def _submit_sparse(self) -> None:

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from engine_parts import BLOCK, CHUNK, HEADS, SIZE, planted_object, rope_table
-from kvsplice.lmcache.launcher import _replace_matcher
+from kvsplice.lmcache.launcher import replace_matcher
 from kvsplice.lmcache.settings import Settings
 
 LAYERS, BLOCKS, MODEL = 2, 64, "m"
@@ -276,7 +276,7 @@ def main():
     module.check_interprocess_event_support = lambda: None
     module.lmcache_memcpy_async_h2d = copy_to_slot
     if sys.argv[1:] == ["kvsplice"]:
-        _replace_matcher(Settings(mode="matcher"))
+        replace_matcher(Settings(mode="matcher"))
     known = sorted(each.value for each in EventType)
     print(json.dumps({"version": lmcache.__version__, "events": known}), flush=True)
     for line in sys.stdin:

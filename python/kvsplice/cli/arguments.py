@@ -125,6 +125,7 @@ def _add_engine(replay: argparse.ArgumentParser) -> None:
     add("--cache-tokens", of.cache_tokens, "the longest prompt", type=_integer(1, 1 << 24), metavar="N")
     add("--memory-bytes", of.memory_bytes, "host memory for stored KV", type=_integer(0, 1 << 50), metavar="N")
     add("--disk", "none", "a folder for stored KV, behind the memory", metavar="FOLDER")
+    add("--disk-bytes", of.disk_bytes, "of the disk that may be used", type=_integer(0, 1 << 50), metavar="N")
     group.add_argument(
         "--segmented-prefix", action="store_true", default=None, help="keep a prompt's own chunks behind a missing one"
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvsplice.cli.errors import CliError
-from kvsplice.cli.shift import Preambles
+from kvsplice.cli.shift import Preambles, shifted
 from kvsplice.cli.synthetic import SyntheticModel
 from kvsplice.embedded import PagedCache
 from kvsplice.engine import BlendEngine, EngineOptions
@@ -42,6 +42,7 @@ class EngineSettings(NamedTuple):
     cache_tokens: int = 1 << 17
     memory_bytes: int = 1 << 30
     disk: str | None = None
+    disk_bytes: int = 64 << 30
     segmented_prefix: bool = False
 
 
@@ -81,7 +82,8 @@ class EngineReplay:
     Raises
     ------
     CliError
-        If the device is not there, or the chunk size is no multiple of the block size.
+        If the device is not there, the folder for the disk cannot be made, or the chunk size is no multiple of the
+        block size.
     """
 
     def __init__(self, settings: Settings, engine: EngineSettings) -> None:
@@ -116,17 +118,21 @@ class EngineReplay:
         self._guards = [blocks[0], blocks[-1]]
         self._allocator.free(blocks[1:-1])
         self._model.poison(self._guards)
-        self.engine: EmbeddedEngine = BlendEngine.embedded(
-            cache.layout,
-            [self._xp.asarray(self._model.rope_table)],
-            engine.head_size,
-            chunk_size=settings.chunk_size,
-            capacity=settings.capacity,
-            memory_bytes=engine.memory_bytes,
-            disk=engine.disk,
-            seed=settings.seed,
-            options=EngineOptions(segmented_prefix=engine.segmented_prefix),
-        )
+        try:
+            self.engine: EmbeddedEngine = BlendEngine.embedded(
+                cache.layout,
+                [self._xp.asarray(self._model.rope_table)],
+                engine.head_size,
+                chunk_size=settings.chunk_size,
+                capacity=settings.capacity,
+                memory_bytes=engine.memory_bytes,
+                disk=engine.disk,
+                disk_bytes=engine.disk_bytes,
+                seed=settings.seed,
+                options=EngineOptions(segmented_prefix=engine.segmented_prefix),
+            )
+        except OSError as error:
+            raise CliError(f"--disk: {engine.disk}: {error.strerror or error}") from None
         context = self.engine.contexts.get(0)
         assert context is not None
         self._stream = context.stream
@@ -169,11 +175,7 @@ class EngineReplay:
 
     def _step(self, request: WorkloadRequest) -> None:
         tokens, scope = request
-        preamble = 0
-        if self._preambles is not None:
-            front = self._preambles.next_tokens()
-            preamble = len(front)
-            tokens = np.concatenate([front, tokens])
+        tokens, preamble = shifted(tokens, self._preambles)
         room = self.engine_settings.cache_tokens
         if len(tokens) > room:
             raise CliError(f"request {self.requests + 1}: {len(tokens):,} tokens, more than --cache-tokens {room:,}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvsplice.cli.chain import chunk_keys
 from kvsplice.cli.matching import TimedMatching
-from kvsplice.cli.shift import Preambles
+from kvsplice.cli.shift import Preambles, shifted
 from kvsplice.matcher import Matcher, coverage, non_overlapping_after_prefix
 
 if TYPE_CHECKING:
@@ -91,11 +91,7 @@ class Replay:
 
     def _step(self, request: Request, matching: TimedMatching) -> None:
         tokens, scope = request
-        preamble = 0
-        if self._preambles is not None:
-            front = self._preambles.next_tokens()
-            preamble = len(front)
-            tokens = np.concatenate([front, tokens])
+        tokens, preamble = shifted(tokens, self._preambles)
         keys = chunk_keys(tokens, self.settings.chunk_size)
         prefix = self.settings.chunk_size * self._leading_stored(keys, scope)
         matches, times = matching.match(tokens, scope)

@@ -11,7 +11,7 @@ from kvsplice.cli.mix import mix64
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["MAX_PREAMBLE_TOKENS", "Preambles"]
+__all__ = ["MAX_PREAMBLE_TOKENS", "Preambles", "shifted"]
 
 MAX_PREAMBLE_TOKENS = 512
 
@@ -44,3 +44,11 @@ class Preambles:
         self._requests += 1
         self._tokens += length
         return (count + np.uint64(_FIRST_TOKEN)).astype(np.uint32)
+
+
+def shifted(tokens: NDArray[np.uint32], preambles: Preambles | None) -> tuple[NDArray[np.uint32], int]:
+    """Put the next preamble before a request's tokens, if there are preambles; and its length."""
+    if preambles is None:
+        return tokens, 0
+    front = preambles.next_tokens()
+    return np.concatenate([front, tokens]), len(front)

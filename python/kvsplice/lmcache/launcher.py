@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvsplice.lmcache.matcher import TokenRangeMatcher
 
-__all__ = ["main"]
+__all__ = ["main", "replace_matcher"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = Settings.read({"mode": "matcher", **config})
         except ValueError as error:
             raise _Refusal(f"--kvsplice: {error}") from None
-        _replace_matcher(settings)
+        replace_matcher(settings)
     except _Refusal as refusal:
         print(f"kvsplice: {refusal}", file=sys.stderr)
         return 2
@@ -102,7 +102,8 @@ def _own_arguments(arguments: list[str]) -> tuple[dict[str, object], list[str]]:
     return read, rest
 
 
-def _replace_matcher(settings: Settings) -> None:
+def replace_matcher(settings: Settings) -> None:
+    """Let this environment's LMCache make our matcher where it would make its own."""
     if importlib.util.find_spec("lmcache") is None:
         raise _Refusal("there is no LMCache in this environment")
     version = importlib.import_module("lmcache").__version__
