@@ -18,7 +18,7 @@ from kvsplice.rope import RopeTables
 from kvsplice.splicer import CudaOptions, Splicer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from kvsplice.embedded.engine import EmbeddedEngine
     from kvsplice.matcher import Match, Matcher
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         FleetDirectory,
         Request,
         Sessions,
+        Stored,
         Transfer,
     )
     from kvsplice.splicer import PagedLayout
@@ -180,6 +181,7 @@ class BlendEngine:
         group_to_cache: Sequence[int] = (),
         *,
         group_windows: Sequence[tuple[int, int] | None] = (),
+        without_rope: Collection[int] = (),
     ) -> None:
         """Say how an instance's model rotates K. A second call replaces the first.
 
@@ -190,6 +192,8 @@ class BlendEngine:
             As in `kvsplice.RopeTables`.
         group_to_cache, group_windows : sequence, optional
             As there, by the engine's groups of layers: those that have a block table of their own.
+        without_rope : collection of int, optional
+            Layouts of the paged cache, by index, that carry no rope, whatever their group does.
 
         Raises
         ------
@@ -206,11 +210,12 @@ class BlendEngine:
         for name, entries in (("group_to_cache", group_to_cache), ("group_windows", group_windows)):
             if len(entries) and len(entries) < groups:
                 raise ValueError(f"{name}: {len(entries)} entries for {groups} groups of layers")
+        caches = [group_to_cache[group] if len(group_to_cache) else 0 for group in tables_of]
         rope = RopeTables(
             cos_sin_caches,
             head_size,
             is_neox,
-            [group_to_cache[group] for group in tables_of] if len(group_to_cache) else (),
+            [-1 if layout in without_rope else cache for layout, cache in enumerate(caches)],
             group_windows=[group_windows[group] for group in tables_of] if len(group_windows) else (),
         )
         splicer = Splicer(list(context.layouts), rope, chunk_tokens=self.chunk_size, cuda=self.options.cuda)
@@ -258,17 +263,17 @@ class BlendEngine:
         # All ranks share the index.
         if request.worker_id in {0, None}:
             try:
-                self._index(request, instance_id, stored.kept)
+                self._index(request, instance_id, stored)
             except Exception:
                 logger.exception("request %s was stored and not indexed", request.request_id)
         return stored.result
 
-    def _index(self, request: Request, instance_id: int, kept: Sequence[bool] | None) -> None:
+    def _index(self, request: Request, instance_id: int, stored: Stored) -> None:
         size = self.chunk_size
         hashes = self._sessions.open(request.request_id).hashes(request.start, request.end)
         if not len(hashes):
             return
-        chosen = [True] * len(hashes) if kept is None else [bool(each) for each in kept]
+        chosen = [True] * len(hashes) if stored.kept is None else [bool(each) for each in stored.kept]
         if len(chosen) != len(hashes):
             raise ValueError(f"kept: {len(chosen)} entries for {len(hashes)} chunks")
         tokens = _core.token_array(request.tokens)[request.start : request.start + len(hashes) * size]
@@ -279,13 +284,15 @@ class BlendEngine:
             chosen[0] = False
         registration = Registration(tokens, hashes, chosen, request.start, request.scope)
         self._registrar.announce(registration)
-        context = self._contexts.get(instance_id)
+        after, context = stored.after, self._contexts.get(instance_id)
+        if after is None and context is not None:
+            after = context.after
         try:
-            if context is None:
+            if after is None:
                 self._registrar.put(registration)
             else:
                 # Behind the copy: before it is done, a lookup would find a text without its KV.
-                context.after(lambda: self._registrar.put(registration))
+                after(lambda: self._registrar.put(registration))
         except Exception:
             self._registrar.withdraw(registration)
             raise
@@ -305,7 +312,7 @@ class BlendEngine:
 
     # -- lookup -------------------------------------------------------------------------------------------------------
 
-    def lookup(self, request: Request, tp_size: int = 1) -> LookupResult | None:
+    def lookup(self, request: Request, tp_size: int = 1, *, readers: int | None = None) -> LookupResult | None:
         """Find what a prompt can reuse.
 
         The first call submits everything and the same call again polls. Another prompt under the same request id
@@ -316,6 +323,8 @@ class BlendEngine:
         request : Request
         tp_size : int
             Ranks that will retrieve. More than ``request.world_size`` means that they share each object.
+        readers : int, optional
+            How many retrieve each object, where the caller knows it better than these two numbers.
 
         Returns
         -------
@@ -325,7 +334,9 @@ class BlendEngine:
         """
         self._check_open()
         self._orphans.reap()
-        job = self._job(request, tp_size)
+        if readers is None:
+            readers = tp_size if tp_size > request.world_size else 1
+        job = self._job(request, readers)
         try:
             job.start()
             result = job.advance()
@@ -336,12 +347,11 @@ class BlendEngine:
             self._settle(job, result)
         return result
 
-    def _job(self, request: Request, tp_size: int) -> LookupJob:
+    def _job(self, request: Request, readers: int) -> LookupJob:
         with self._mutex:
             job = self._jobs.get(request.request_id)
         if job is not None and job.asks_the_same(request):
             return job
-        readers = tp_size if tp_size > request.world_size else 1
         fresh = LookupJob(self._parts, request, _core.token_array(request.tokens), readers)
         with self._mutex:
             replaced = self._jobs.get(request.request_id)
@@ -359,7 +369,7 @@ class BlendEngine:
         """Hand what a finished job holds to the request."""
         request = job.request
         prefix = [key for match in result.prefix for key in job.keys_of[match.chunk_hash]]
-        if prefix and self._sessions.adopt(request, prefix, job.readers):
+        if self._sessions.adopt(request, prefix, job.readers):
             job.locks.forget(prefix, job.readers)
         something = len(job.locks) > 0
         callers = job.readers * request.world_size
@@ -409,11 +419,13 @@ class BlendEngine:
             the rank is missing. Nothing was written then.
         """
         self._check_open()
-        if self._contexts.get(instance_id) is None:
+        context = self._contexts.get(instance_id)
+        if context is None:
             raise ValueError(f"instance_id: {instance_id} has no paged cache")
         with self._mutex:
             target = self._targets.get(instance_id)
-        if target is None:
+        if target is None or target.context is not context:
+            # The other's memory may be gone.
             raise ValueError(f"instance_id: {instance_id} has no rope registered")
         rank, ranks = request.worker_id, request.world_size
         if ranks > 1 and (rank is None or not 0 <= rank < ranks):

@@ -189,10 +189,13 @@ class Stored:
         For the caller, who gets it unchanged.
     kept : sequence of bool, or None
         For each chunk of the range, whether storage holds it now; None if it holds all.
+    after : callable, or None
+        Calls what it is given when storage holds them; None where `PagedContext.after` of the instance does.
     """
 
     result: object
     kept: Sequence[bool] | None = None
+    after: Callable[[Callable[[], None]], None] | None = None
 
 
 class Transfer(Protocol):
@@ -229,7 +232,7 @@ class Sessions(Protocol):
         ...
 
     def adopt(self, request: Request, keys: Sequence[Key], locks: int) -> bool:
-        """Offer the read locks on a prompt's prefix: so many on each key.
+        """Offer the read locks on a prompt's prefix: so many on each key, in order; no key where there is no prefix.
 
         True if the host takes them, to release them when its own retrieve has read the prefix or the session ends. The
         engine keeps them for its retrieve otherwise.

@@ -18,6 +18,7 @@ from lmcache.v1.multiprocess.group_view import EngineGroupInfo
 from lmcache.v1.multiprocess.transfer_context import create_transfer_context
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 from lmcache.v1.platform import resolve_kv_wrapper_factory
+from lmcache.v1.platform.base.event_ipc import get_event_ipc_backend
 
 CHUNK = 16
 TIMEOUT = 30
@@ -47,16 +48,27 @@ def free_ports(count):
 class Server:
     """LMCache's server in a process of its own. ``config`` is kvsplice's; without one the server is as it comes."""
 
-    def __init__(self, folder, config=None, *arguments, engine_type="blend", geometry=Geometry(), gigabytes="1"):
+    def __init__(
+        self,
+        folder,
+        config=None,
+        *arguments,
+        engine_type="blend",
+        geometry=Geometry(),
+        gigabytes="1",
+        transport="zmq",
+    ):
         self.log = Path(folder) / "server.log"
         self.geometry = geometry
+        self._transport = transport
         self._port, self._http = free_ports(2)
         command = [
             str(Path(sys.executable).with_name("lmcache")), "server",
             "--host", "127.0.0.1", "--port", str(self._port),
             "--http-host", "127.0.0.1", "--http-port", str(self._http),
             "--engine-type", engine_type, "--supported-transfer-mode", "lmcache_driven", "--eviction-policy", "LRU",
-            "--l1-size-gb", gigabytes, "--l1-init-size-gb", gigabytes, "--chunk-size", str(geometry.chunk), *arguments,
+            "--l1-size-gb", gigabytes, "--l1-init-size-gb", gigabytes, "--chunk-size", str(geometry.chunk),
+            "--transport", transport, *arguments,
         ]  # fmt: skip
         if config is not None:
             command += ["--server-module", json.dumps({"module_path": "kvsplice.lmcache", "config": config})]
@@ -67,7 +79,7 @@ class Server:
 
     @property
     def url(self):
-        return f"tcp://127.0.0.1:{self._port}"
+        return f"{'grpc' if self._transport == 'grpc' else 'tcp'}://127.0.0.1:{self._port}"
 
     def wait_until_up(self):
         deadline = time.monotonic() + 90
@@ -124,6 +136,7 @@ class Worker:
     def __init__(self, url, instance_id, model, seed, geometry):
         self.calls, self._disconnect = request_client(url)
         self.instance_id, self.model, self._of = instance_id, model, geometry
+        self.blocks = geometry.blocks
         assert self.calls.get_chunk_size().result(TIMEOUT) == geometry.chunk
         shape = (2, geometry.blocks, geometry.block, geometry.heads, geometry.size)
         self.kv = {f"layer.{index}": torch.zeros(shape) for index in range(geometry.layers)}
@@ -168,6 +181,20 @@ class Worker:
                 return result
             assert time.monotonic() < deadline
             time.sleep(0.002)
+
+    def retrieve(self, tokens, request_id, matches, blocks, salt=""):
+        """Have matches written into blocks; whether the server says that it was done."""
+        backend = get_event_ipc_backend("cpu")
+        event = backend.create_event("cpu")
+        backend.record_event(event, None)
+        key = self.key(tokens, request_id, 0, salt)
+        handle = backend.export_event(event, "cpu")
+        call = self.calls.cb_retrieve_pre_computed(key, matches, [blocks], self.instance_id, handle)
+        return call.result(TIMEOUT)[1]
+
+    def tokens_in(self, blocks):
+        """What lies in blocks, a layer each: ``[2, tokens, heads, size]``."""
+        return [layer[:, blocks].flatten(1, 2).clone() for layer in self.kv.values()]
 
     def end(self, request_id):
         self.calls.end_session(request_id).result(TIMEOUT)

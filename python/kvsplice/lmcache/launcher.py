@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, rest = _own_arguments(arguments[1:])
         try:
             settings = Settings.read({"mode": "matcher", **config})
+            if settings.mode != "matcher":
+                raise ValueError("mode 'module' needs LMCache 0.5.6: lmcache server --server-module (docs/lmcache.md)")
         except ValueError as error:
             raise _Refusal(f"--kvsplice: {error}") from None
         replace_matcher(settings)

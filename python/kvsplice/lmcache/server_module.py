@@ -45,8 +45,8 @@ class MatcherModule:
         """Nothing is to be released."""
 
 
-def build_server_modules(build: Any) -> MatcherModule:
-    """Put our matcher into the server's blend module.
+def build_server_modules(build: Any) -> Any:
+    """Put our matcher into the server's blend module, or make our engine's module.
 
     Parameters
     ----------
@@ -54,16 +54,25 @@ def build_server_modules(build: Any) -> MatcherModule:
 
     Returns
     -------
-    MatcherModule
+    MatcherModule or kvsplice.lmcache.module.handlers.EngineModule
 
     Raises
     ------
     ValueError
         If the configuration is wrong.
     RuntimeError
-        If the server has no blend module, or one whose matcher is not known.
+        If the server is not one that this mode knows; the message says what to do.
     """
     settings = Settings.read(build.config)
+    if settings.mode == "module":
+        # Imports LMCache, which is there: it is calling.
+        from kvsplice.lmcache.module.factory import make_module
+
+        return make_module(build, settings)
+    return _put_matcher(build, settings)
+
+
+def _put_matcher(build: Any, settings: Settings) -> MatcherModule:
     blend = _blend_module(build.modules)
     theirs = blend._token_range_matcher
     if build.mp_config.chunk_size != theirs.chunk_size:

@@ -14,6 +14,9 @@ __all__ = ["Settings"]
 
 OnFull = Literal["evict", "reject"]
 
+MODES = ("matcher", "module")
+"""Our matcher in LMCache's blend module, or our engine in its place."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -37,8 +40,8 @@ class Settings:
         if unknown := config.keys() - set(known):
             raise ValueError(f"config: unknown key {sorted(unknown)[0]!r}; there are {', '.join(known)}")
         settings = cls(**config)
-        if settings.mode != "matcher":
-            raise ValueError(f"config: mode is {settings.mode!r}; it has to be 'matcher'")
+        if settings.mode not in MODES:
+            raise ValueError(f"config: mode is {settings.mode!r}; it has to be {' or '.join(map(repr, MODES))}")
         if type(settings.capacity) is not int or not 1 <= settings.capacity <= 1 << 30:
             raise ValueError(f"config: capacity is {settings.capacity!r}, no number of chunks from 1 to 2**30")
         if settings.on_full not in get_args(OnFull):
