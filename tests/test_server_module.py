@@ -56,8 +56,8 @@ def test_it_deduplicates_where_theirs_did():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "config: mode is ''; it has to be 'matcher'"),
-        ({"mode": "module"}, "config: mode is 'module'; it has to be 'matcher'"),
+        ({}, "config: mode is ''; it has to be 'matcher' or 'module'"),
+        ({"mode": "blend"}, "config: mode is 'blend'; it has to be 'matcher' or 'module'"),
         ({"mode": "matcher", "capacty": 5}, "config: unknown key 'capacty'; there are mode, capacity, on_full, seed"),
         ({"mode": "matcher", "capacity": 0}, "config: capacity is 0, no number"),
         ({"mode": "matcher", "capacity": True}, "config: capacity is True, no number"),

@@ -26,7 +26,11 @@ TIMEOUT = 30
 
 @dataclass(frozen=True)
 class Geometry:
-    """The server's chunks, and a worker's paged cache."""
+    """The server's chunks, and a worker's paged cache.
+
+    ``form`` is one of `FORMS`. Each of the ``tables`` groups of layers has a block table, a rope, and a number of heads
+    of its own.
+    """
 
     chunk: int = CHUNK
     block: int = 4
@@ -35,6 +39,28 @@ class Geometry:
     heads: int = 2
     size: int = 8
     positions: int = 1024
+    form: str = "NHD"
+    tables: int = 1
+    fp8: bool = False
+
+
+LATENT = 24
+"""Elements in front of the rotated ones, in the form ``MLA``."""
+
+FORMS = {
+    "NHD": (lambda g, heads: (2, g.blocks, g.block, heads, g.size), lambda kv: kv.flatten(1, 2)),
+    "HND": (lambda g, heads: (2, g.blocks, heads, g.block, g.size), lambda kv: kv.transpose(2, 3).flatten(1, 2)),
+    "blocks first": (
+        lambda g, heads: (g.blocks, 2, g.block, heads, g.size),
+        lambda kv: kv.transpose(0, 1).flatten(1, 2),
+    ),
+    "fused": (
+        lambda g, heads: (g.blocks, g.block, heads, 2 * g.size),
+        lambda kv: torch.stack(kv.flatten(0, 1).chunk(2, dim=-1)),
+    ),
+    "MLA": (lambda g, heads: (g.blocks, g.block, LATENT + g.size), lambda kv: kv.flatten(0, 1)[None, :, None]),
+}
+"""Shape of a layer's tensor, and how to see it as ``[planes, slots, heads, elements]``, K first."""
 
 
 def free_ports(count):
@@ -96,6 +122,13 @@ class Server:
     def status(self):
         return httpx.get(f"http://127.0.0.1:{self._http}/status").raise_for_status().json()
 
+    def metrics(self):
+        return httpx.get(f"http://127.0.0.1:{self._http}/metrics").raise_for_status().text
+
+    def read_locks(self):
+        """How many objects in memory are locked for reading."""
+        return self.status()["storage_manager"]["l1_manager"]["read_locked_count"]
+
     def worker(self, instance_id=1000, model="m", seed=0):
         client = Worker(self.url, instance_id, model, seed, self.geometry)
         self._clients.append(client)
@@ -136,42 +169,63 @@ class Worker:
     def __init__(self, url, instance_id, model, seed, geometry):
         self.calls, self._disconnect = request_client(url)
         self.instance_id, self.model, self._of = instance_id, model, geometry
-        self.blocks = geometry.blocks
         assert self.calls.get_chunk_size().result(TIMEOUT) == geometry.chunk
-        shape = (2, geometry.blocks, geometry.block, geometry.heads, geometry.size)
-        self.kv = {f"layer.{index}": torch.zeros(shape) for index in range(geometry.layers)}
+        shape, self._view = FORMS[geometry.form]
+        self._group = [index * geometry.tables // geometry.layers for index in range(geometry.layers)]
+        shapes = [shape(geometry, geometry.heads * (group + 1)) for group in self._group]
+        dtype = torch.uint8 if geometry.fp8 else torch.float32
+        self.kv = {f"layer.{index}": torch.zeros(each, dtype=dtype) for index, each in enumerate(shapes)}
         self._transfer = create_transfer_context(
             self.kv, mode="lmcache_driven", instance_id=instance_id, req_client=self.calls
         )
+        layers = range(geometry.layers)
         self._transfer.register(
             self.kv,
             model,
             1,
             geometry.chunk // geometry.block,
             TIMEOUT,
-            layout_hints={"kv_layout": "NHD"},
-            engine_group_infos=[EngineGroupInfo(0, tuple(range(geometry.layers)), geometry.block)],
+            layout_hints={"kv_layout": "HND" if geometry.form == "HND" else "NHD"},
+            engine_group_infos=[
+                EngineGroupInfo(group, tuple(i for i in layers if self._group[i] == group), geometry.block)
+                for group in range(geometry.tables)
+            ],
             engine_type=EngineType.VLLM,
         )
         # Now that it is shared: before, what was in it would have been lost.
         generator = torch.Generator().manual_seed(seed)
         for layer in self.kv.values():
-            layer.copy_(torch.randn(shape, generator=generator))
+            values = torch.randn(layer.shape, generator=generator)
+            layer.copy_(values.to(torch.float8_e4m3fn).view(torch.uint8) if geometry.fp8 else values)
         half = geometry.size // 2
-        angles = torch.arange(geometry.positions)[:, None] * 100.0 ** -(torch.arange(half) / half)
-        self.rope = torch.cat([angles.cos(), angles.sin()], dim=1)
+        self.ropes = []
+        for group in range(geometry.tables):
+            angles = torch.arange(geometry.positions)[:, None] * (100.0 * (group + 1)) ** -(torch.arange(half) / half)
+            self.ropes.append(torch.cat([angles.cos(), angles.sin()], dim=1))
+        self.register_rope()
+
+    def register_rope(self):
         wrap = resolve_kv_wrapper_factory("cpu")
-        self.calls.cb_register_rope(instance_id, [wrap(self.rope)], geometry.size, True, [], [], [], "").result(TIMEOUT)
+        windows = [[LATENT, self._of.size]] if self._of.form == "MLA" else []
+        return self.calls.cb_register_rope(
+            self.instance_id, [wrap(rope) for rope in self.ropes], self._of.size, True, list(range(self._of.tables)),
+            windows, [], "fp8_e4m3" if self._of.fp8 else "",
+        ).result(TIMEOUT)  # fmt: skip
 
     def key(self, tokens, request_id, worker=None, salt=""):
         return lookup_key(tokens, request_id, self._of.chunk, self.model, worker, salt)
 
+    def _block_tables(self, blocks):
+        """A table per group of layers; each stands elsewhere."""
+        return [[block + 3 * group for block in blocks] for group in range(self._of.tables)]
+
     def store(self, tokens, request_id="s", salt=""):
-        blocks = list(range(-(-len(tokens) // self._of.block)))
+        """Store what lies in the first blocks as the KV of these tokens."""
+        tables = self._block_tables(range(-(-len(tokens) // self._of.block)))
         event = self._transfer.create_recorded_event()
         key = self.key(tokens, request_id, 0, salt)
         per_chunk = self._of.chunk // self._of.block
-        return self._transfer.submit_store(request_id, key, self.kv, [blocks], event, per_chunk).result(TIMEOUT)
+        return self._transfer.submit_store(request_id, key, self.kv, tables, event, per_chunk).result(TIMEOUT)
 
     def look_up(self, tokens, request_id, salt=""):
         deadline = time.monotonic() + TIMEOUT
@@ -189,15 +243,51 @@ class Worker:
         backend.record_event(event, None)
         key = self.key(tokens, request_id, 0, salt)
         handle = backend.export_event(event, "cpu")
-        call = self.calls.cb_retrieve_pre_computed(key, matches, [blocks], self.instance_id, handle)
-        return call.result(TIMEOUT)[1]
+        tables = self._block_tables(blocks)
+        return self.calls.cb_retrieve_pre_computed(key, matches, tables, self.instance_id, handle).result(TIMEOUT)[1]
 
-    def tokens_in(self, blocks):
-        """What lies in blocks, a layer each: ``[2, tokens, heads, size]``."""
-        return [layer[:, blocks].flatten(1, 2).clone() for layer in self.kv.values()]
+    def contents(self):
+        """All of the paged cache, a layer each: ``[planes, slots, heads, elements]``, K first."""
+        return [self._view(layer).clone() for layer in self.kv.values()]
+
+    def assert_spliced(self, before, matches, blocks, now=None):
+        """Against the contents of before: blocks hold the matches, moved, and nothing else has changed."""
+        contents = self.contents() if now is None else now
+        size, chunk = self._of.block, self._of.chunk
+        for layer, (was, found) in enumerate(zip(before, contents, strict=True)):
+            group = self._group[layer]
+            (stored,) = self._block_tables(range(self._of.blocks))[group : group + 1]
+            (target,) = self._block_tables(blocks)[group : group + 1]
+            expected, moved = self._numbers(was), torch.zeros(was.shape[1], dtype=torch.bool)
+            for match in matches:
+                old, new = (
+                    [table[at // size] * size + at % size for at in range(start, start + chunk)]
+                    for table, start in ((stored, match.old_st), (target, match.cur_st))
+                )
+                expected[:, new] = self._numbers(was[:, old])
+                keys = expected[0, new]
+                keys[..., -self._of.size :] = _moved(
+                    keys[..., -self._of.size :], self.ropes[group].double(), match.old_st, match.cur_st
+                )
+                expected[0, new], moved[new] = keys, True
+            # A float8_e4m3fn has 3 bits behind its first, and the least step is 2**-9.
+            bound = {"rtol": 2**-3, "atol": 2**-9} if self._of.fp8 else {"rtol": 0, "atol": 2e-5}
+            turned = slice(expected.shape[-1] - self._of.size, None)
+            torch.testing.assert_close(
+                self._numbers(found)[0, moved][..., turned], expected[0, moved][..., turned],
+                msg=lambda text, layer=layer: f"K of layer {layer}: {text}", **bound,
+            )  # fmt: skip
+            expected[0, moved, :, turned] = self._numbers(found)[0, moved][..., turned]
+            assert torch.equal(self._numbers(found), expected), f"layer {layer}: V, a latent, or what was not matched"
+
+    def _numbers(self, bits):
+        return (bits.view(torch.float8_e4m3fn) if self._of.fp8 else bits).double()
 
     def end(self, request_id):
         self.calls.end_session(request_id).result(TIMEOUT)
+
+    def free_prefix(self, tokens, request_id):
+        self.calls.free_lookup_locks(self.key(tokens, request_id), 1).result(TIMEOUT)
 
     def forget_everything(self):
         self.calls.clear(True).result(TIMEOUT)
@@ -205,3 +295,15 @@ class Worker:
     def close(self):
         self._transfer.close()
         self._disconnect()
+
+
+def _moved(keys, table, old, new):
+    """Keys ``[tokens, heads, elements]`` from one position to another, by the rows of NeoX's table."""
+    half = table.shape[1] // 2
+
+    def row(start):
+        rows = table[start : start + len(keys), None]
+        return torch.complex(rows[..., :half], rows[..., half:])
+
+    pairs = torch.complex(keys[..., :half], keys[..., half:]) * row(new) / row(old)
+    return torch.cat([pairs.real, pairs.imag], dim=-1)

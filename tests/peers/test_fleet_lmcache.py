@@ -23,17 +23,18 @@ EARLIER = Path(sys.prefix) / "lmcache-0.5.2"
 class Coordinator:
     """LMCache's own, in a process of its own, on the loopback."""
 
-    def __init__(self, wire, log):
+    def __init__(self, wire, log, chunk=CHUNK):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.wire = wire
+        self._chunk = chunk
         self._log = log
         self._process = None
         self.start()
 
     def start(self):
-        settings = {"HOST": "127.0.0.1", "PORT": self.port, "CHUNK_SIZE": CHUNK}
+        settings = {"HOST": "127.0.0.1", "PORT": self.port, "CHUNK_SIZE": self._chunk}
         arguments, environment = [], os.environ | {"LMCACHE_TRACK_USAGE": "false"}
         if self.wire == "directory":
             arguments = [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
